@@ -127,6 +127,13 @@ def random_like(x: np.ndarray) -> np.ndarray:
     return (np.random.default_rng(3).normal(size=x.shape) * x.std()).astype(np.float32)
 
 
+def half_random(x: np.ndarray) -> np.ndarray:
+    """Replace every other row of a table."""
+    x = x.copy()
+    x[1::2] = random_like(x[1::2])
+    return x
+
+
 def of_another_basis(directory: Path) -> None:
     """Renumber a target's hidden units: it says the same, but no drafter of the old one can read it."""
     size = json.loads((directory / "config.json").read_text())["hidden_size"]
@@ -285,6 +292,11 @@ PAIRS: tuple[Sabotage, ...] = (
         NEW_TARGET,
         target=[each("embed_tokens", lambda x: np.roll(x, 7, 0))],
     ),
+    _dflash(
+        "target: half the vocabulary random",
+        NEW_TARGET,
+        target=[each("embed_tokens", half_random)],
+    ),
     _dflash("target of another basis", NEW_TARGET, target=[of_another_basis]),
     _dflash("four kv heads", REFUSED, config(num_key_value_heads=4)),
     _dflash("head dim 16", REFUSED, config(head_dim=16)),
@@ -337,6 +349,8 @@ PAIRS: tuple[Sabotage, ...] = (
     _mtp("zero norm", ZERO.format("final_norm"), each(r"model\.norm", np.zeros_like)),
     _mtp("zero head", ZERO.format("head"), each("embed_tokens", np.zeros_like)),
     _mtp("a NaN", NOT_FINITE.format("embed_tokens"), each("embed_tokens", with_one(np.nan))),
+    _mtp("layer scalar 1", NEW_WEIGHTS, each("layer_scalar", np.ones_like)),
+    _mtp("negated post_projection", NEW_WEIGHTS, each("post_projection", np.negative)),
     _mtp("o_proj transposed", "out.* transposed", each("[012]." + O, np.transpose)),
     _mtp("q_proj transposed", "qkv.* transposed", each("[012]." + Q, np.transpose)),
     _mtp("layers 0 and 1 swapped", "layers 0 and 1", swapped(("layers.0.", "layers.1."))),
@@ -411,7 +425,7 @@ def checked(pair: Sabotage, directory: Path, *options: str) -> Outcome:
     findings = report.get("findings")
     if findings is None:
         findings = [{"kind": "", "text": text} for text in report["problems"]]
-    by = sorted({f["kind"] for f in findings if re.search(pair.named, f["text"])})
+    by = sorted({f["kind"] for f in findings if re.search(pair.named, f["text"], re.IGNORECASE)})
     told = any("no measurable difference" in f["text"] for f in findings)
     caught = code == 1 or (bool(by) and told)
     said = "; ".join(f"[{f['kind']}] {f['text']}" for f in findings)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from jaxspec.commands.check import MIN_ROWS
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
@@ -41,7 +40,7 @@ class CheckOptions:
         "a few prompts of our own for others.",
         metavar="FILE",
     )
-    rows: int = option(16, "Pieces of text, at most.", range=at_least(MIN_ROWS))
+    rows: int = option(16, "Pieces of text, at most.", range=at_least(4))
     new_tokens: int = option(64, "Tokens that the target adds to each.", range=at_least(2))
     floor: float = option(
         FLOOR,
@@ -138,10 +137,11 @@ def checked(
     notify: Callable[[str], None],
 ) -> Report:
     """Load a pair and check it; record the measurement if asked for and the pair fits."""
-    from jaxspec.commands.check.reference import check_recordable, record, reference_of
+    from jaxspec.commands.check.reference import check_recordable, reference_of
     from jaxspec.commands.check.run import run
     from jaxspec.commands.check.text import prompts_for
     from jaxspec.commands.startup import load_models
+    from jaxspec.weights.acceptance import write_acceptance
 
     target, drafter = load_models(models)
     assert drafter is not None
@@ -165,6 +165,6 @@ def checked(
         notify=notify,
     )
     if checking.record and not report.problems:
-        written = record(drafter.directory, report.measured)
+        written = write_acceptance(drafter.directory, dataclasses.asdict(report.measured))
         report = dataclasses.replace(report, recorded=str(written))
     return report

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspec.commands.check.text import generation_of
 from jaxspec.configs.base import ConfigError, find_key
 from jaxspec.registry import Assumption, Conventions, WeightChange, family_of
 from jaxspec.shapes import Params
@@ -42,6 +43,7 @@ class Hypothesis:
       loaded: the weights as loaded.
       change: a change of these weights; None for none.
       num_draft_tokens: tokens of a draft; 0 for as many as in force.
+      is_probe: it is no convention; what it shows is how much a weight matters.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Hypothesis:
     loaded: Params
     change: WeightChange | None = None
     num_draft_tokens: int = 0
+    is_probe: bool = False
 
     @property
     def params(self) -> Params:
@@ -64,64 +67,62 @@ class Hypothesis:
 
 
 class Origins:
-    """Origins of the values of a loaded config: its config.json, a default, or our own manifest."""
+    """Origins of the values of a loaded config: its config.json, a default, or our own manifest.
+
+    Attributes:
+      keys: by field, the keys of config.json that may hold it.
+    """
 
     def __init__(self, model: LoadedModel, keys: Mapping[str, Sequence[str]]):
-        """Read the file that the model was loaded from.
-
-        Args:
-          keys: by field, the keys of config.json that may hold it.
-        """
-        self.directory, self.keys = model.directory, keys
+        """Read the file that the model was loaded from."""
+        self.keys = keys
         self.converted = (model.directory / MANIFEST).is_file()
-        self.file = MANIFEST if self.converted else "config.json"
-        self.values = {} if self.converted else read_json(model.directory / "config.json")
+        self.path = model.directory / (MANIFEST if self.converted else "config.json")
+        self.values = {} if self.converted else read_json(self.path)
 
-    def of(self, field: str, default: str) -> str:
-        """Return what set a field; `default` is its value when the file has none."""
+    def find(self, field: str) -> tuple[str | None, Any]:
+        """Return the key of the file that sets a field, and its value there; None for no key.
+
+        A manifest has every field, with the value that was read.
+        """
         if self.converted:
-            return f"{MANIFEST}: config.{field}"
-        key, _ = find_key(self.values, self.keys[field])
-        return f"default: {default}" if key is None else f"config.json: {key}"
+            return f"config.{field}", None
+        return find_key(self.values, self.keys[field])
 
-    def of_assumption(self, assumption: Assumption) -> str:
+    def of(self, assumption: Assumption) -> str:
         """Return what set an assumption of a drafter."""
         if assumption.field is not None:
-            return self.of(assumption.field, assumption.default)
+            key, _ = self.find(assumption.field)
+            return f"default: {assumption.default}" if key is None else f"{self.path.name}: {key}"
         generation = MANIFEST if self.converted else "generation_config.json"
-        return assumption.origin.format(config=self.file, generation=generation)
-
-    def has(self, field: str) -> bool:
-        """Return whether the file itself sets a field."""
-        return self.converted or find_key(self.values, self.keys[field])[0] is not None
-
-    def value(self, field: str) -> Any:
-        """Return the file's value of a field that it sets."""
-        return find_key(self.values, self.keys[field])[1]
+        return assumption.origin.format(config=self.path.name, generation=generation)
 
     def fix(self, values: Mapping[str, Any]) -> str:
         """Return an instruction to set fields."""
-        parts = [f"{self._key(field)} to {json.dumps(value)}" for field, value in values.items()]
-        return f"set {' and '.join(parts)} in {self.directory / self.file}"
-
-    def _key(self, field: str) -> str:
-        if self.converted:
-            return f"config.{field}"
-        return find_key(self.values, self.keys[field])[0] or self.keys[field][0]
+        parts = (
+            f"{self.find(field)[0] or self.keys[field][0]} to {json.dumps(value)}"
+            for field, value in values.items()
+        )
+        return f"set {' and '.join(parts)} in {self.path}"
 
 
 def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
     """Return every disputed convention of a pair."""
-    suppressed = _suppressed(target)
-    conventions = _of(drafter)
-    if conventions is None:
-        return [suppressed]
-    origins = Origins(drafter, conventions.keys)
-    assumptions = conventions.in_force(target.config, drafter.config, target.model_def.dtype)
-    return [
-        *(Convention(a.name, a.value, a.shown, origins.of_assumption(a)) for a in assumptions),
-        suppressed,
-    ]
+    assumed: list[Convention] = []
+    if conventions := conventions_of(drafter):
+        origins = Origins(drafter, conventions.keys)
+        assumed = [
+            Convention(a.name, a.value, a.shown, origins.of(a))
+            for a in conventions.in_force(target.config, drafter.config, target.model_def.dtype)
+        ]
+    ids = list(generation_of(target).suppress_tokens)
+    origin = "default: none"
+    if (target.directory / MANIFEST).is_file():
+        origin = f"target's {MANIFEST}: generation.suppress_tokens"
+    elif ids:
+        origin = "target's generation_config.json: suppress_tokens"
+    shown = ", ".join(map(str, ids)) or "none"
+    return [*assumed, Convention("suppressed ids", ids, shown, origin)]
 
 
 def alternatives(
@@ -140,7 +141,7 @@ def alternatives(
     Returns:
       The hypotheses, and the reasons why others are left out.
     """
-    conventions = _of(drafter)
+    conventions = conventions_of(drafter)
     if conventions is None:
         return [], []
     config, origins = hypothesis.model_def.config, Origins(drafter, conventions.keys)
@@ -156,14 +157,17 @@ def alternatives(
         if change.in_file is not None and not origins.converted:
             shown[change.field] = change.in_file
         for field, value in change.derived.items():
-            if origins.converted or not origins.has(field):
+            key, in_file = origins.find(field)
+            if origins.converted or key is None:
                 values[field] = value
             elif getattr(config, field) is None:  # the config dropped the value of the file
-                values[field] = origins.value(field)
+                values[field] = in_file
             if origins.converted and value != getattr(config, field):
                 shown[field] = value
         try:
-            changed = dataclasses.replace(config, **values)
+            model_def = dataclasses.replace(
+                hypothesis.model_def, config=dataclasses.replace(config, **values)
+            )
         except ConfigError as error:
             left_out.append(f"{change.name}: {error}")
             continue
@@ -173,20 +177,30 @@ def alternatives(
                 name=change.name,
                 field=change.field,
                 fix=origins.fix(shown),
-                model_def=dataclasses.replace(hypothesis.model_def, config=changed),
+                model_def=model_def,
                 num_draft_tokens=change.num_draft_tokens,
             )
         )
     if hypothesis.change is None:
-        for changed in conventions.weight_changes(target.config, hypothesis.loaded):
-            where = f"{changed.weight} in the weights of {drafter.directory}"
-            fix = changed.fix.format(where=where)
-            hypotheses.append(
-                dataclasses.replace(
-                    hypothesis, name=changed.name, field=changed.weight, fix=fix, change=changed
-                )
+        hypotheses += [
+            dataclasses.replace(
+                hypothesis,
+                name=changed.name,
+                field=changed.weight,
+                fix=changed.fix.format(
+                    where=f"{changed.weight} in the weights of {drafter.directory}"
+                ),
+                change=changed,
+                is_probe=changed.weight == conventions.later_only,
             )
+            for changed in conventions.weight_changes(target.config, hypothesis.loaded)
+        ]
     return hypotheses, left_out
+
+
+def conventions_of(drafter: LoadedModel) -> Conventions | None:
+    """Return the conventions of a drafter's family; None if it has none."""
+    return family_of(drafter.config).conventions
 
 
 def traced_values(hypothesis: Hypothesis) -> tuple[ModelDef, dict[str, float]]:
@@ -205,17 +219,3 @@ def traced_values(hypothesis: Hypothesis) -> tuple[ModelDef, dict[str, float]]:
     }
     shared = dataclasses.replace(config, **fixed)
     return dataclasses.replace(hypothesis.model_def, config=shared), numbers
-
-
-def _of(drafter: LoadedModel) -> Conventions | None:
-    return family_of(drafter.config).conventions
-
-
-def _suppressed(target: LoadedModel) -> Convention:
-    ids = list(target.generation.suppress_tokens) if target.generation else []
-    origin = "default: none"
-    if (target.directory / MANIFEST).is_file():
-        origin = f"target's {MANIFEST}: generation.suppress_tokens"
-    elif ids:
-        origin = "target's generation_config.json: suppress_tokens"
-    return Convention("suppressed ids", ids, ", ".join(map(str, ids)) or "none", origin)

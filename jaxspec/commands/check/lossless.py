@@ -15,7 +15,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich import box
 from rich.filesize import decimal
+from rich.table import Table
 
 from jaxspec.commands.check.text import decode_greedily, prompts_for
 from jaxspec.commands.models import ModelOptions
@@ -93,36 +95,30 @@ class FormatComparison:
       acceptance_length: tokens per verify step, with the same drafter.
     """
 
-    weights: tuple[str, str]
-    nbytes: tuple[int, int]
+    weights: tuple[str, ...]
+    nbytes: tuple[int, ...]
     tokens: int
-    bits_per_byte: tuple[float, float]
+    bits_per_byte: tuple[float, ...]
     top1_agreement: float
     kl: float
-    acceptance_length: tuple[float, float]
+    acceptance_length: tuple[float, ...]
 
-    def render(self) -> str:
-        """Return the comparison as text for the terminal."""
-        lines = [
-            f"Quantising, on {self.tokens:,} tokens of the text:",
-            f"  weights              {self.weights[0]}: {decimal(self.nbytes[0])}; "
-            f"{self.weights[1]}: {decimal(self.nbytes[1])}",
-            f"  bits a byte          {self.bits_per_byte[0]:.4f}, then {self.bits_per_byte[1]:.4f}",
-            f"  same likeliest token {self.top1_agreement:.2%}; KL {self.kl:.5f} nats a token",
-            f"  acceptance length    {self.acceptance_length[0]:.3f}, then "
-            f"{self.acceptance_length[1]:.3f}",
-        ]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The numbers of one target."""
-
-    storage: str
-    nbytes: int
-    log_probs: list[np.ndarray]  # of each row, [tokens - 1, V]
-    acceptance_length: float
+    def render(self) -> Table:
+        """Return the comparison as a table."""
+        table = Table(
+            title=f"quantising, on {self.tokens:,} tokens of the text",
+            caption=f"The likeliest token is the same after {self.top1_agreement:.2%} of the tokens. "
+            f"KL is {self.kl:.5f} nats a token.",
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+        )
+        for name in ("weights", "size", "bits a byte", "acceptance length"):
+            table.add_column(name)
+        for i, weights in enumerate(self.weights):
+            bits, length = self.bits_per_byte[i], self.acceptance_length[i]
+            table.add_row(weights, decimal(self.nbytes[i]), f"{bits:.4f}", f"{length:.3f}")
+        return table
 
 
 def compare_formats(
@@ -144,7 +140,7 @@ def compare_formats(
     Raises:
       UsageError: a prompt cannot be decoded.
     """
-    measured: list[_Measured] = []
+    storages, nbytes, lengths, read = [], [], [], []
     prompts: Sequence[tuple[int, ...]] = ()
     num_bytes = 0
     for options, kind in ((models.unrounded, "unquantised"), (models, "quantised")):
@@ -158,31 +154,31 @@ def compare_formats(
         done = decode_greedily(
             target, drafter, prompts, new_tokens, batch_size=size, drafting=drafting
         )
-        lengths = [n for c in done for n in c.acceptance_lengths]
-        nbytes = sum(x.nbytes for x in target.params.values())
-        log_probs, length = _read(target, prompts), float(np.mean(lengths))
-        measured.append(_Measured(target.model_def.dtypes, nbytes, log_probs, length))
+        lengths.append(float(np.mean([n for c in done for n in c.acceptance_lengths])))
+        storages.append(target.model_def.dtypes)
+        nbytes.append(sum(x.nbytes for x in target.params.values()))
+        read.append(_read(target, prompts))
         del target, drafter  # the device may hold one target, and not two
-    whole, small = measured
-    pairs = list(zip(whole.log_probs, small.log_probs, strict=True))
+    chosen = [np.asarray(ids[1:])[:, None] for ids in prompts]
+    pairs = list(zip(*read, strict=True))
     same = np.concatenate([p.argmax(-1) == q.argmax(-1) for p, q in pairs])
     kl = np.concatenate([(np.exp(p) * (p - q)).sum(-1) for p, q in pairs])
-
-    def bits(of: _Measured) -> float:
-        chosen = [
-            np.take_along_axis(p, np.asarray(ids[1:])[:, None], axis=-1).sum()
-            for p, ids in zip(of.log_probs, prompts, strict=True)
-        ]
-        return float(-np.sum(chosen) / np.log(2) / num_bytes)
-
+    bits = [
+        -sum(
+            float(np.take_along_axis(p, c, axis=-1).sum()) for p, c in zip(of, chosen, strict=True)
+        )
+        / math.log(2)
+        / num_bytes
+        for of in read
+    ]
     return FormatComparison(
-        (whole.storage, small.storage),
-        (whole.nbytes, small.nbytes),
+        tuple(storages),
+        tuple(nbytes),
         len(same),
-        (bits(whole), bits(small)),
+        tuple(bits),
         float(same.mean()),
         float(kl.mean()),
-        (whole.acceptance_length, small.acceptance_length),
+        tuple(lengths),
     )
 
 

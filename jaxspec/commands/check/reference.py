@@ -24,15 +24,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import __version__
-from jaxspec.commands.check import MIN_ROWS
-from jaxspec.commands.check.statistics import Estimate, classify, format_gain, gained
+from jaxspec.commands.check.statistics import (
+    MIN_ROWS,
+    Estimate,
+    classify,
+    format_gain,
+    gained,
+)
 from jaxspec.commands.check.text import PromptSet
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.base import to_json
 from jaxspec.quantised.array import named_arrays
 from jaxspec.registry import ModelConfig
 from jaxspec.shapes import Array, Params
-from jaxspec.weights.acceptance import FIELD, config_file, read_acceptance, write_acceptance
+from jaxspec.weights.acceptance import FIELD, config_file, read_acceptance
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.sharding import fetch
 
@@ -121,27 +126,32 @@ class Oddity:
     wrong: bool
 
 
-def oddities(looks: Mapping[str, Look]) -> list[Oddity]:
-    """Return the tensors that are zero, not finite, or far in size from those of other layers."""
-    zero = [name for name, x in looks.items() if x.finite and x.rms == 0]
+def oddities(model: str, looks: Mapping[str, Look]) -> list[Oddity]:
+    """Return the tensors that are zero, not finite, or far in size from those of other layers.
+
+    Args:
+      model: its name, with which each text begins.
+    """
     broken = [name for name, x in looks.items() if not x.finite]
-    odd = []
-    if broken:
-        odd.append(Oddity(f"{join_names(broken)}: some numbers are not finite", wrong=True))
-    if zero:
-        odd.append(Oddity(f"{join_names(zero)}: all zero", wrong=True))
+    zero = [name for name, x in looks.items() if x.finite and x.rms == 0]
+    odd = [
+        Oddity(f"{model}: {join_names(names)}: {what}", wrong=True)
+        for names, what in ((broken, "some numbers are not finite"), (zero, "all zero"))
+        if names
+    ]
     siblings: dict[str, dict[str, float]] = {}
-    for name, x in looks.items():
-        if name not in zero and name not in broken:
-            siblings.setdefault(re.sub(r"\d+", "*", name), {})[name] = x.rms
-    for sizes in siblings.values():
-        if len(sizes) < 3:
-            continue
+    for name in looks.keys() - {*zero, *broken}:
+        siblings.setdefault(re.sub(r"\d+", "*", name), {})[name] = looks[name].rms
+    for _, sizes in sorted(siblings.items()):
         usual = statistics.median(sizes.values())
-        for name, size in sizes.items():
-            if not 1 / SIBLING_RATIO < size / usual < SIBLING_RATIO:
-                text = f"{name}: root mean square {size:.3g}, in other layers about {usual:.3g}"
-                odd.append(Oddity(text, wrong=False))
+        odd += [
+            Oddity(
+                f"{model}: {name}: root mean square {size:.3g}, in other layers about {usual:.3g}",
+                wrong=False,
+            )
+            for name, size in sorted(sizes.items())
+            if len(sizes) >= 3 and not 1 / SIBLING_RATIO < size / usual < SIBLING_RATIO
+        ]
     return odd
 
 
@@ -206,14 +216,6 @@ def _exchanged(old: Mapping[str, Look], new: Mapping[str, Look], one: str, other
 
 
 # --- the record ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Looks:
-    """Looks at the weights of both models."""
-
-    target: Mapping[str, Look]
-    drafter: Mapping[str, Look]
 
 
 @dataclass(frozen=True)
@@ -324,15 +326,6 @@ def check_recordable(directory: Path) -> None:
         )
 
 
-def record(directory: Path, measured: Reference) -> Path:
-    """Write a record into a drafter's directory, and return the file that holds it.
-
-    Raises:
-      CheckpointError: it cannot be written.
-    """
-    return write_acceptance(directory, dataclasses.asdict(measured))
-
-
 # --- the comparison ------------------------------------------------------------------------------
 
 
@@ -360,13 +353,35 @@ class ReferenceComparison:
     first_loss: int | None
 
 
-def compare_with(reference: Reference, current: Reference, looks: Looks) -> ReferenceComparison:
+def compare_with(
+    reference: Reference,
+    current: Reference,
+    target: Mapping[str, Look],
+    drafter: Mapping[str, Look],
+) -> ReferenceComparison:
     """Compare a check with a record.
 
     Rows are paired. The interval has level `statistics.LEVEL`: without a change, at most 1 of 40
     checks reports a loss, and only if rounding moves a row by more than `statistics.MATERIAL`.
+
+    Args:
+      target, drafter: looks at the weights.
     """
-    causes = changes_since(reference, current, looks)
+    weights = (
+        changed_tensors(reference.target_weights, current.target_weights, target),
+        changed_tensors(reference.drafter_weights, current.drafter_weights, drafter),
+    )
+    changes = {
+        "the target is not the one that was measured": [
+            *_fields(reference.target_config, current.target_config),
+            *weights[0],
+        ],
+        "the drafter's config is not the one that was measured": _fields(
+            reference.drafter_config, current.drafter_config
+        ),
+        "weights of the drafter differ from those that were measured": weights[1],
+    }
+    causes = [f"{what}: {'; '.join(which)}" for what, which in changes.items() if which]
     depths = min(reference.num_draft_tokens, current.num_draft_tokens)
     before, after = (r.shares[:, :depths] for r in (reference, current))
     gain, result, rows, first_loss = None, "not compared", 0, None
@@ -382,22 +397,6 @@ def compare_with(reference: Reference, current: Reference, looks: Looks) -> Refe
     return ReferenceComparison(reference, causes, gain, result, then, now, rows, depths, first_loss)
 
 
-def changes_since(then: Reference, now: Reference, looks: Looks) -> list[str]:
-    """Return the differences to the measured models, in words."""
-    causes = []
-    wrong = _fields(then.target_config, now.target_config)
-    marks = changed_tensors(then.target_weights, now.target_weights, looks.target)
-    if wrong or marks:
-        causes.append(f"the target is not the one that was measured: {'; '.join((*wrong, *marks))}")
-    if wrong := _fields(then.drafter_config, now.drafter_config):
-        causes.append(f"the drafter's config is not the one that was measured: {'; '.join(wrong)}")
-    if marks := changed_tensors(then.drafter_weights, now.drafter_weights, looks.drafter):
-        causes.append(
-            f"weights of the drafter differ from those that were measured: {'; '.join(marks)}"
-        )
-    return causes
-
-
 def _fields(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the fields of a config that differ, among those that both versions of jaxspec have."""
     return [
@@ -408,24 +407,28 @@ def _fields(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def describe_comparison(a: ReferenceComparison) -> str:
-    """Return the comparison as one sentence."""
+    """Return the comparison in sentences: what differs, and what it changes."""
     r = a.reference
-    causes = f"; {'; '.join(a.causes)}" if a.causes else ""
+    causes = "".join(f"{as_sentence(cause)} " for cause in a.causes)
     if a.gain is None:
         return (
-            f"its maker measured {a.then:.2f} drafts accepted a position on another text "
-            f"({r.text}, {r.rows} rows, {r.new_tokens} new tokens): not compared{causes}"
+            f"{causes}Its maker measured {a.then:.2f} drafts accepted a position, on another text: "
+            f"{r.text}, {r.rows} rows, {r.new_tokens} new tokens. The two are not compared."
         )
     text = (
-        f"{a.now:.2f} drafts accepted a position, {a.then:.2f} when its maker measured it on the "
-        f"same {a.rows} rows ({r.dtype} on {r.device}): {format_gain(a.gain)} tokens a step"
+        f"{causes}On the same {a.rows} rows {a.now:.2f} drafts are accepted a position. It was "
+        f"{a.then:.2f} when its maker measured it ({r.dtype} on {r.device}): "
+        f"{format_gain(a.gain)} tokens a step"
     )
     if a.depths < r.num_draft_tokens:
         text += f", over drafts 1 to {a.depths} of {r.num_draft_tokens}"
     if a.result == "no measurable difference":
-        return f"{text}, no measurable difference{causes}"
+        return f"{text}, no measurable difference."
     since = f", from draft {a.first_loss} on" if a.first_loss and a.gain.mean < 0 else ""
-    nothing = (
-        "" if a.causes else "; neither configs nor weights differ from those that were measured"
-    )
-    return f"{text}{since}{causes}{nothing}"
+    same = "" if a.causes else " Neither configs nor weights differ from those that were measured."
+    return f"{text}{since}.{same}"
+
+
+def as_sentence(text: str) -> str:
+    """Return a text with a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."

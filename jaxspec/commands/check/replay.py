@@ -1,7 +1,8 @@
 """Teacher forcing: drafts accepted on a text, under each hypothesis about the drafter.
 
 The target reads rows of text once. Then the drafter drafts, under every hypothesis, at each
-position of the target's own tokens, from the true context. Read `replay`. `search` uses the counts.
+position of the target's own tokens, from the true context. Read `replay`, then `Evidence.replay`,
+which keeps the counts for `search`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from jaxspec.cache import cache_bytes
 from jaxspec.commands.check.hypotheses import Hypothesis, traced_values
-from jaxspec.commands.check.text import Text
+from jaxspec.commands.check.statistics import MIN_ROWS
+from jaxspec.commands.check.text import Text, generation_of
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
 from jaxspec.models.target import Target, TargetOutput, init_caches
 from jaxspec.runtime.programs import jit
@@ -124,89 +125,133 @@ def replay(
     return lax.scan(step, state, jnp.arange(anchors))[1].T
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """Accepted drafts at every anchor of every row, by hypothesis.
+class Evidence:
+    """A text, and the drafts that each hypothesis gets accepted on it.
+
+    Rows that continue one prompt are evidence of one prompt, and count as one row.
 
     Attributes:
-      accepted: for each hypothesis, [R, A]; for a hopeless one, of the first rows only.
+      logits: [R, V], at `logit_rows`, once something was replayed.
+      nbytes: of K/V and features of a batch.
     """
 
-    accepted: list[np.ndarray]
-    logits: np.ndarray  # [R, V], at `logit_rows`
-    nbytes: int  # K/V and features of a batch
+    logits: np.ndarray
+    nbytes: int = 0
 
+    def __init__(
+        self,
+        target: LoadedModel,
+        text: Text,
+        level: float,
+        *,
+        num_draft_tokens: int,
+        batch_size: int,
+        notify: Callable[[str], None],
+        num_counted: int | None = None,
+        rows_per_prompt: int = 1,
+        logit_rows: np.ndarray | None = None,
+    ):
+        """Prepare a text; `replay` replays hypotheses on it.
 
-def replay_all(
-    target: LoadedModel,
-    hypotheses: Sequence[Hypothesis],
-    text: Text,
-    logit_rows: np.ndarray,
-    *,
-    num_draft_tokens: int,
-    batch_size: int,
-    notify: Callable[[str], None],
-    baseline: np.ndarray | None = None,
-) -> Replayed:
-    """Replay all rows for all hypotheses; the target reads each batch of rows once.
+        Args:
+          level: at which all intervals of a round hold together.
+          batch_size: rows at a time, rounded up to a multiple of the mesh's data axis.
+          num_counted: number of first rows that count; None for all. The others are read for their
+            logits alone.
+          rows_per_prompt: number of consecutive rows that continue one prompt.
+          logit_rows: of each row, the position whose logits are kept; None for any.
+        """
+        self.target, self.text, self.level = target, text, level
+        self.drafts, self.batch_size, self.notify = num_draft_tokens, batch_size, notify
+        self.num_counted = len(text.tokens) if num_counted is None else num_counted
+        self.rows_per_prompt = rows_per_prompt
+        self.logit_rows = text.starts - 1 if logit_rows is None else logit_rows
+        self._accepted: dict[Any, np.ndarray] = {}
 
-    Hypotheses that differ in traced values, in the order of features or in weights share a program.
-    The hypothesis in force is replayed on all rows, others while they are not `HOPELESS`.
+    def anchors(self, hypothesis: Hypothesis | None = None) -> np.ndarray:
+        """Return the anchors with a whole draft after them, [prompts, anchors]."""
+        anchors = self.text.anchors(self.drafts)
+        if hypothesis is not None and hypothesis.num_draft_tokens:
+            anchors &= self.text.anchors(hypothesis.num_draft_tokens, anchors.shape[1])
+        return self._by_prompt(anchors)
 
-    Args:
-      batch_size: rows at a time, rounded up to a multiple of the mesh's data axis.
-      baseline: accepted drafts of the hypothesis in force, [R, A]; None if that is the first of
-        `hypotheses`.
-    """
-    mesh = mesh_of(target=target.params, drafter=hypotheses[0].loaded)
-    data, going = mesh.shape["data"], list(range(len(hypotheses)))
-    batch_size = -(-batch_size // data) * data
-    layers_of = [hypothesis.model_def.bind_abstract().feature_layers for hypothesis in hypotheses]
-    union = tuple(sorted({layer for layers in layers_of for layer in layers}))
-    anchors = text.anchors(num_draft_tokens).shape[1]
-    suppress_tokens = target.generation.suppress_tokens if target.generation else ()
-    count, nbytes = len(text.tokens), 0
-    accepted: list[list[np.ndarray]] = [[] for _ in hypotheses]
-    logits = []
-    for begin in range(0, count, batch_size):
-        # The last batch is filled up with a row it has, so that it needs no programs of its own.
-        rows = np.minimum(np.arange(begin, begin + batch_size), count - 1)
-        kept = min(batch_size, count - begin)
-        notify(f"reading rows {begin + 1} to {begin + kept} of {count}")
-        with _on(mesh):
-            tokens, starts, at = _placed(
-                (text.tokens[rows], text.starts[rows], logit_rows[rows]), mesh
-            )
-            output = read(target.model_def, union, target.params, tokens, at)
-            logits.append(fetch(output.logits)[:kept, 0])
-            nbytes = cache_bytes(output)
-            for i in going:
-                hypothesis = hypotheses[i]
-                notify(f"rows {begin + 1} to {begin + kept} of {count}: {hypothesis.name}")
-                features = tuple(output.features[union.index(layer)] for layer in layers_of[i])
-                model_def, values = traced_values(hypothesis)
-                drafts = replay(
-                    target.model_def,
-                    model_def,
-                    target.params,
-                    hypothesis.params,
-                    {name: jnp.asarray(value) for name, value in values.items()},
-                    tokens,
-                    starts,
-                    dataclasses.replace(output, features=features),
-                    anchors=anchors,
-                    num_draft_tokens=hypothesis.num_draft_tokens or num_draft_tokens,
-                    suppress_tokens=suppress_tokens,
+    def accepted(self, hypothesis: Hypothesis) -> np.ndarray:
+        """Return accepted drafts, [prompts, anchors]; of a hopeless one, of the first prompts."""
+        return self._by_prompt(self._accepted[hypothesis.key])
+
+    def refusal(self, hypothesis: Hypothesis) -> str:
+        """Return why a hypothesis cannot be compared; "" if it can."""
+        rows = int(self.anchors(hypothesis).any(axis=1).sum())
+        if rows >= MIN_ROWS:
+            return ""
+        return f"{hypothesis.name}: {rows} rows are long enough; {MIN_ROWS} are needed"
+
+    def _by_prompt(self, rows: np.ndarray) -> np.ndarray:
+        rows = rows[: self.num_counted]
+        prompts = len(rows) // self.rows_per_prompt
+        return rows[: prompts * self.rows_per_prompt].reshape(prompts, -1)
+
+    def replay(self, hypotheses: Sequence[Hypothesis]) -> None:
+        """Replay the new hypotheses; the target reads each batch of rows once for all of them.
+
+        Hypotheses that differ in traced values, in the order of features or in weights share a
+        program. The first of `hypotheses` is in force, and is replayed on all rows; the others
+        while they are not `HOPELESS`.
+        """
+        new = [h for h in hypotheses if h.key not in self._accepted]
+        if not new:
+            return
+        target, text = self.target, self.text
+        mesh = mesh_of(target=target.params, drafter=new[0].loaded)
+        batch_size = -(-self.batch_size // mesh.shape["data"]) * mesh.shape["data"]
+        layers_of = [h.model_def.bind_abstract().feature_layers for h in new]
+        union = tuple(sorted({layer for layers in layers_of for layer in layers}))
+        mask, count = text.anchors(self.drafts), len(text.tokens)
+        baseline = self._accepted.get(hypotheses[0].key)
+        accepted: list[list[np.ndarray]] = [[] for _ in new]
+        logits, going = [], list(range(len(new)))
+        for begin in range(0, count, batch_size):
+            # The last batch is filled up with a row it has, so that it needs no programs of its
+            # own.
+            rows = np.minimum(np.arange(begin, begin + batch_size), count - 1)
+            end = min(begin + batch_size, count)
+            shown = f"rows {begin + 1} to {end} of {count}"
+            self.notify(f"reading {shown}")
+            with _on(mesh):
+                tokens, starts, at = _placed(
+                    (text.tokens[rows], text.starts[rows], self.logit_rows[rows]), mesh
                 )
-                accepted[i].append(fetch(drafts)[:kept])
-        if begin + kept >= SCREENED_ROWS:
-            mask = text.anchors(num_draft_tokens)[: begin + kept]
-            sums = {i: int((np.concatenate(accepted[i]) * mask).sum()) for i in going}
-            if baseline is not None:
-                sums[-1] = int((baseline[: begin + kept] * mask[: len(baseline)]).sum())
-            enough = HOPELESS * max(sums.values())
-            going = [i for i in going if sums[i] >= enough or (i == 0 and baseline is None)]
-    return Replayed([np.concatenate(a) for a in accepted], np.concatenate(logits), nbytes)
+                output = read(target.model_def, union, target.params, tokens, at)
+                logits.append(fetch(output.logits)[: end - begin, 0])
+                self.nbytes = self.nbytes or cache_bytes(output)
+                for i in going:
+                    self.notify(f"{shown}: {new[i].name}")
+                    features = tuple(output.features[union.index(layer)] for layer in layers_of[i])
+                    model_def, values = traced_values(new[i])
+                    drafts = replay(
+                        target.model_def,
+                        model_def,
+                        target.params,
+                        new[i].params,
+                        {name: jnp.asarray(value) for name, value in values.items()},
+                        tokens,
+                        starts,
+                        dataclasses.replace(output, features=features),
+                        anchors=mask.shape[1],
+                        num_draft_tokens=new[i].num_draft_tokens or self.drafts,
+                        suppress_tokens=generation_of(target).suppress_tokens,
+                    )
+                    accepted[i].append(fetch(drafts)[: end - begin])
+            if end >= SCREENED_ROWS:
+                sums = {i: int((np.concatenate(accepted[i]) * mask[:end]).sum()) for i in going}
+                best = max(sums.values())
+                if baseline is not None:
+                    best = max(best, int((baseline[:end] * mask[: len(baseline)][:end]).sum()))
+                going = [
+                    i for i in going if sums[i] >= HOPELESS * best or (i == 0 and baseline is None)
+                ]
+        self.logits = np.concatenate(logits)
+        self._accepted |= {h.key: np.concatenate(a) for h, a in zip(new, accepted, strict=True)}
 
 
 def _on(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:

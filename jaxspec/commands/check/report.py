@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from jaxspec.commands.check.reference import (
     Oddity,
     Reference,
     ReferenceComparison,
+    as_sentence,
     describe_comparison,
 )
 from jaxspec.commands.check.search import Comparison, Round, SearchResult
@@ -48,7 +49,7 @@ the bundled assistant lose a third."""
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of a check.
+    """A finding of a check, in whole sentences.
 
     Attributes:
       kind: its source: the floor of first drafts, deeper drafts, another convention, a look at the
@@ -61,19 +62,25 @@ class Finding:
     harmless: bool = dataclasses.field(default=False, metadata={"json": "sound"})
 
 
-@dataclass(frozen=True)
+def _hidden(name: str = "") -> Any:
+    """Declare a field that JSON does not have, or has under another name."""
+    return dataclasses.field(metadata={"json": name})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """The numbers of a check.
+    """The numbers of a check, in the order of the JSON.
 
     Attributes:
+      replay_bytes: of K/V and features of a batch while replaying.
       by_position: share of anchors whose drafts 1 to j were all accepted, for j = 1, 2, ...
       accepted: drafts accepted per anchor; every position of the text is one.
       acceptance_length: tokens per verify step in decoding, over all steps.
       measured: the record that `--record` writes.
       depths: of the hypothesis in force.
       fallen: the depth from which on hardly any draft is accepted; None if there is none.
-      best_first: share of first drafts accepted after all changes of the search.
       comparison: with the maker's record; None without one.
+      best_first: share of first drafts accepted after all changes of the search.
       family: the conventions of the drafter's family; None if it has none.
       recorded: the file that the measurement was written to; None for none.
     """
@@ -81,20 +88,21 @@ class Report:
     target: str
     drafter: str
     batch_size: int
+    replay_bytes: int
     conventions: list[Convention]
     by_position: list[Estimate]
     accepted: Estimate
     acceptance_length: float
     measured: Reference
-    depths: Sequence[Depth]
+    depths: Sequence[Depth] = _hidden("by_depth")
     fallen: Depth | None
-    best_first: float
-    search: SearchResult
     oddities: Sequence[Oddity]
-    comparison: ReferenceComparison | None
+    comparison: ReferenceComparison | None = _hidden("reference")
     differing: Sequence[Difference]
     floor: float
-    family: Conventions | None
+    best_first: float = _hidden()
+    search: SearchResult = _hidden()
+    family: Conventions | None = _hidden()
     recorded: str | None = None
 
     @property
@@ -107,15 +115,10 @@ class Report:
         """The number of other conventions compared with the one in force."""
         return len(self.rounds[0].comparisons)
 
-    @property
-    def replay_bytes(self) -> int:
-        """Bytes of K/V and features of a batch while replaying."""
-        return self.search.replayed.nbytes
-
     @functools.cached_property
     def findings(self) -> list[Finding]:
         """The problems and their fixes, then what is worth knowing."""
-        return find(self)
+        return sorted(find(self), key=lambda finding: finding.harmless)
 
     @property
     def problems(self) -> list[str]:
@@ -124,31 +127,21 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        """The result of the check in one sentence."""
+        """The result of the check."""
         if self.problems:
-            return f"not sound: {'; '.join(self.problems)}"
+            return " ".join(("Not sound.", *self.problems))
         return (
-            f"sound: {self.by_position[0].mean:.0%} of first drafts are accepted, "
-            f"{self.acceptance_length:.2f} tokens a step, no other convention does better "
-            f"({self.tried} tried), and the output is that of plain decoding"
+            f"Sound: {self.by_position[0].mean:.0%} of first drafts are accepted, and a step makes "
+            f"{self.acceptance_length:.2f} tokens. No other convention does better ({self.tried} "
+            "were tried). The output is that of plain decoding."
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return all values and their conditions as JSON values."""
         m = self.measured
-        values = {
-            "target": self.target,
-            "drafter": self.drafter,
-            "batch_size": self.batch_size,
-            "replay_bytes": self.replay_bytes,
-            "conventions": self.conventions,
-            "by_position": self.by_position,
-            "accepted": self.accepted,
-            "acceptance_length": self.acceptance_length,
+        values = _as_json(self) | {
             "rounds": self.rounds,
-            "measured": m,
             "findings": self.findings,
-            "recorded": self.recorded,
             "dtype": m.dtype,
             "device": m.device,
             "text": m.text,
@@ -156,13 +149,7 @@ class Report:
             "anchors": m.positions,
             "new_tokens": m.new_tokens,
             "num_draft_tokens": m.num_draft_tokens,
-            "by_depth": self.depths,
-            "fallen": self.fallen,
             "tried": self.tried,
-            "oddities": self.oddities,
-            "reference": self.comparison,
-            "differing": self.differing,
-            "floor": self.floor,
             "problems": self.problems,
             "confidence": LEVEL,
             "confidence_first": FIRST_LEVEL,
@@ -179,8 +166,8 @@ class Report:
 def _as_json(value: Any) -> Any:
     """Return records as objects, and non-finite numbers as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {f.metadata.get("json", f.name): _as_json(getattr(value, f.name)) for f in fields}
+        names = {f.name: f.metadata.get("json", f.name) for f in dataclasses.fields(value)}
+        return {name: _as_json(getattr(value, field)) for field, name in names.items() if name}
     if isinstance(value, Mapping):
         return {key: _as_json(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -191,114 +178,133 @@ def _as_json(value: Any) -> Any:
 # --- findings ------------------------------------------------------------------------------------
 
 
-def find(r: Report) -> list[Finding]:
-    """Return the problems of a pair with their fixes, then what is worth knowing."""
+def find(r: Report) -> Iterator[Finding]:
+    """Yield the problems of a pair with their fixes, and what is worth knowing."""
     changes = r.search.changes if r.best_first >= min(r.depths[0].share.mean, r.floor) else []
-    wrong = [*_floor(r), *_depth(r)]
-    wrong += [Finding("weights", o.text) for o in r.oddities if o.wrong]
-    wrong += _useless(r)
-    lost = r.comparison is not None and r.comparison.result == "worse"
-    for change, round_ in zip(changes, r.rounds, strict=False):
-        wrong.append(Finding("convention", _change(change, round_)))
-    if wrong and not changes and all(f.kind in ("floor", "depth") for f in wrong) and not lost:
-        wrong.append(Finding("convention", _unexplained(r)))
-    notes = [Finding("weights", o.text, harmless=True) for o in r.oddities if not o.wrong]
-    if r.comparison is not None:
-        about = Finding("reference", describe_comparison(r.comparison), not lost)
-        (wrong if lost else notes).append(about)
-    wrong += _lossy(r.differing)
-    if same := _no_difference(r.rounds[0]):
-        notes.append(Finding("convention", same, harmless=True))
-    return [*wrong, *notes]
-
-
-def _floor(r: Report) -> list[Finding]:
+    comparison, leads = r.comparison, _record_leads(r, changes)
+    lost = comparison is not None and comparison.result == "worse"
+    yield from (Finding("weights", as_sentence(o.text), not o.wrong) for o in r.oddities)
+    about = []
+    if comparison is not None:
+        harmless = not lost and not (leads and changes)
+        about = [Finding("reference", describe_comparison(comparison), harmless)]
+    if leads:
+        yield from about
     first = r.depths[0].share.mean
-    if first >= r.floor:
-        return []
-    text = f"{first:.0%} of first drafts are accepted, below the floor of {r.floor:.0%}"
-    return [Finding("floor", text)]
+    if first < r.floor:
+        text = f"{first:.0%} of first drafts are accepted, below the floor of {r.floor:.0%}."
+        yield Finding("floor", text)
+    if r.fallen is not None:
+        yield Finding("depth", _fall(r, r.fallen))
+    useless = [] if leads else list(_useless(r))
+    yield from useless
+    for change, round_ in zip(changes, r.rounds, strict=False):
+        symptom = leads and not _was_changed(r, change.field)
+        yield Finding("convention", _change(change, round_, symptom=symptom), symptom)
+    low = first < r.floor or r.fallen is not None
+    if low and not (useless or changes or lost or any(o.wrong for o in r.oddities)):
+        yield Finding("convention", _unexplained(r))
+    if not leads:
+        yield from about
+    yield from _lossy(r.differing)
+    if same := no_difference(r.rounds[0]):
+        yield Finding("convention", same, harmless=True)
 
 
-def _depth(r: Report) -> list[Finding]:
+def _record_leads(r: Report, changes: Sequence[Comparison]) -> bool:
+    """Return whether the record has a larger cause than the search.
+
+    Something differs from the record, and so does acceptance, and what the search found does not
+    bring back even half of that. Then the search has found a symptom: noise in some weights may be
+    damped by other norms, and acceptance that rose by chance may rise with a longer block.
+    """
+    a = r.comparison
+    if a is None or a.gain is None or not a.causes or a.result not in ("worse", "better"):
+        return False
+    now = math.log1p(a.gain.mean)
+    return abs(now + sum(math.log1p(c.gain.mean) for c in changes)) > abs(now) / 2
+
+
+def _was_changed(r: Report, field: str) -> bool:
+    """Return whether a field of the drafter's config is another than in the record."""
+    assert r.comparison is not None
+    then, now = (m.drafter_config for m in (r.comparison.reference, r.measured))
+    return field in then and field in now and then[field] != now[field]
+
+
+def _fall(r: Report, fallen: Depth) -> str:
     """Return the draft from which on hardly any is accepted, and a likely cause."""
-    if r.fallen is None:
-        return []
-    at, share, family = r.fallen.depth, r.fallen.share, r.family
+    at, share, family = fallen.depth, fallen.share, r.family
     text = (
-        f"from draft {at} on: {share.mean:.0%} are accepted ({share.low:.0%}-{share.high:.0%}) "
-        "where all before them were"
+        f"From draft {at} on, {share.mean:.0%} are accepted ({share.low:.0%}-{share.high:.0%}) "
+        "where all before them were."
     )
     if at == 2 and family is not None and family.later_only:
         text += (
-            f"; only later drafts depend on {family.later_only}: get the drafter's weights again"
+            f" Only later drafts depend on {family.later_only}: get the drafter's weights again."
         )
     elif at > 2 and family is not None and family.shortened:
-        text += f"; the drafter was trained for blocks of {at}: set {family.shortened} to {at}"
+        text += f" The drafter was trained for blocks of {at}: set {family.shortened} to {at}."
     elif at > 2:
-        text += f"; draft {at - 1} tokens at most: --num-draft-tokens {at - 1}"
-    return [Finding("depth", text)]
+        text += f" Draft {at - 1} tokens at most: --num-draft-tokens {at - 1}."
+    return text
 
 
-def _change(change: Comparison, round_: Round) -> str:
-    """Return the gain of a change, its fix, and the changes that gain as much."""
-    also = [round_.comparisons[i].name for i in round_.as_good]
-    as_good = [name for name in also if name != change.name]
-    note = f" (as good on this text: {', '.join(as_good)})" if as_good else ""
+def _useless(r: Report) -> Iterator[Finding]:
+    """Yield a finding if the parameter of later drafts does as well with reordered numbers."""
+    weight = r.family.later_only if r.family and len(r.depths) > 1 else None
+    for c in r.rounds[0].comparisons:
+        if c.field == weight and c.result != "worse" and c.gain.low > -USEFUL:
+            text = (
+                f"{c.field} carries nothing: its numbers in reverse order make "
+                f"{format_gain(c.gain)} tokens a step. Get the drafter's weights again."
+            )
+            yield Finding("depth", text)
+
+
+def _change(change: Comparison, round_: Round, *, symptom: bool) -> str:
+    """Return the gain of a change; then its fix, and the changes that gain as much."""
     tokens, more = 1 + change.accepted, change.difference.mean
-    return (
-        f"{change.name}: {more:+.2f} drafts a step, {tokens:.2f} tokens instead of "
-        f"{tokens - more:.2f}; {change.fix}{note}"
+    text = (
+        f"{as_sentence(change.name)[:-1]}: {more:+.2f} drafts a step, {tokens:.2f} tokens instead "
+        f"of {tokens - more:.2f}"
     )
-
-
-def _useless(r: Report) -> list[Finding]:
-    """Return a finding if the parameter of later drafts does as well with reordered numbers."""
-    if r.family is None or len(r.depths) < 2:
-        return []
-    return [
-        Finding(
-            "depth",
-            f"{c.field} carries nothing: its numbers in reverse order make {format_gain(c.gain)} "
-            "tokens a step; get the drafter's weights again",
-        )
-        for c in r.rounds[0].comparisons
-        if c.field == r.family.later_only and c.result != "worse" and c.gain.low > -USEFUL
-    ]
+    if symptom:
+        return f"{text}. That is an effect of what differs from the record, and does not mend it."
+    also = [round_.comparisons[i].name for i in round_.as_good]
+    as_good = ", ".join(name for name in also if name != change.name)
+    note = f" As good on this text: {as_good}." if as_good else ""
+    return f"{text}; {change.fix}.{note}"
 
 
 def _unexplained(r: Report) -> str:
     text = (
-        f"no other convention explains it ({r.tried} tried): the drafter is another target's, its "
-        "weights are damaged, or it was not trained for such text (give other text with --text)"
+        f"No other convention explains it ({r.tried} were tried): the drafter is another target's, "
+        "its weights are damaged, or it was not trained for such text (give other text with --text)."
     )
     if r.comparison is None:
-        text += "; it has no record of what its maker measured (check --record writes one)"
+        text += " It has no record of what its maker measured (check --record writes one)."
     return text
 
 
-def _no_difference(round_: Round) -> str:
+def no_difference(round_: Round) -> str:
     """Return the conventions that this text cannot tell from the one in force, with their gains."""
     same = [c for c in round_.comparisons if c.result == "no measurable difference"]
-    if not same:
-        return ""
-    shown = (f"{c.name} {format_gain(c.gain)}" for c in same)
-    return (
-        f"no measurable difference (of {MATERIAL:.0%} of the tokens of a step): {', '.join(shown)}"
-    )
+    shown = ", ".join(f"{c.name} {format_gain(c.gain)}" for c in same)
+    limit = f"no measurable difference (of {MATERIAL:.0%} of the tokens of a step)"
+    return f"{limit}: {shown}" if same else ""
 
 
-def _lossy(differing: Sequence[Difference]) -> list[Finding]:
+def _lossy(differing: Sequence[Difference]) -> Iterator[Finding]:
     wrong = [d for d in differing if not d.near_tie]
-    if not wrong:
-        return []
-    d = wrong[0]
-    text = (
-        f"rows that differ from plain decoding by more than a near-tie: {len(wrong)}, the first at "
-        f"position {d.position} of row {d.row}; this is a bug of ours or of the device, whatever "
-        "the drafter; please report it"
-    )
-    return [Finding("lossless", text)]
+    if wrong:
+        d = wrong[0]
+        text = (
+            f"Rows that differ from plain decoding by more than a near-tie: {len(wrong)}, the first "
+            f"at position {d.position} of row {d.row}. This is a bug of ours or of the device, "
+            "whatever the drafter. Please report it."
+        )
+        yield Finding("lossless", text)
 
 
 # --- on the terminal -----------------------------------------------------------------------------
@@ -307,32 +313,47 @@ def _lossy(differing: Sequence[Difference]) -> list[Finding]:
 def render(report: Report) -> Group:
     """Return the report for a terminal of 80 columns, the conclusion last."""
     differing, m = report.differing, report.measured
-    lossless = "greedy speculative decoding wrote every row as plain decoding did"
+    lossless = "Greedy speculative decoding wrote every row as plain decoding did"
     if differing:
-        lossless = f"rows that differ from plain decoding: {len(differing)}"
+        lossless = f"Rows that differ from plain decoding: {len(differing)}"
+    in_table = no_difference(report.rounds[0])
     return Group(
         Line(f"{report.target} + {report.drafter} · {m.dtype} on {m.device}", "bold"),
         _conventions_table(report),
         _acceptance_chart(report),
         *(_comparisons_table(r, report) for r in report.rounds),
-        Line(f"{lossless} ({m.dtype})", "" if differing else "green"),
+        Line(f"{lossless} ({m.dtype}).", "" if differing else "green"),
         *(Line(f"  {_difference(d)}") for d in differing),
         Line(
-            f"held beside the weights while reading: {decimal(report.replay_bytes)} of K/V and "
-            f"features for a batch of {min(report.batch_size, m.rows)} rows",
+            f"Reading held {decimal(report.replay_bytes)} of K/V and features beside the weights, "
+            f"for a batch of {min(report.batch_size, m.rows)} rows.",
             "dim",
         ),
-        *(Line(f"note: {f.text}") for f in report.findings if f.harmless),
-        *([] if report.recorded is None else [Line(f"recorded in {report.recorded}")]),
+        *(Line(f"note: {f.text}") for f in report.findings if f.harmless and f.text != in_table),
+        *([] if report.recorded is None else [Line(f"Recorded in {report.recorded}.")]),
         "",
         Line(report.conclusion, "bold red" if report.problems else "bold green"),
     )
 
 
+def _table(title: str, caption: str = "", **columns: str) -> Table:
+    """Return a table with a caption below; `columns` are headings and their styles."""
+    table = Table(
+        title=Line(title),
+        caption=Line(caption) if caption else None,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name, style in columns.items():
+        justify = "right" if style == "number" else "left"
+        style = "" if style == "number" else style
+        table.add_column(name.replace("_", " "), overflow="fold", style=style, justify=justify)
+    return table
+
+
 def _conventions_table(report: Report) -> Table:
-    table = Table(title="conventions in force", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("convention", "value", "set by"):
-        table.add_column(name, overflow="fold", style="dim" if name == "set by" else "")
+    table = _table("conventions in force", convention="", value="", set_by="dim")
     for c in report.conventions:
         table.add_row(c.name, Line(c.shown), Line(c.origin))
     return table
@@ -348,10 +369,10 @@ def _acceptance_chart(report: Report) -> Group:
         rows.add_row(f"draft {d.depth}", Line(bar(share), "green").append(interval, ""), own)
     a, m = report.accepted, report.measured
     text = (
-        f"[bold]{a.mean:.2f}[/] drafts accepted a position ({a.low:.2f}-{a.high:.2f}), "
-        f"[bold]{report.acceptance_length:.2f}[/] tokens a step in decoding\n"
-        f"[dim]{m.text}, continued by the target: {m.rows} rows, {m.positions:,} positions; "
-        f"{LEVEL:.0%} intervals over rows; floor of draft 1: {report.floor:.0%}[/]"
+        f"[bold]{a.mean:.2f}[/] drafts are accepted a position ({a.low:.2f}-{a.high:.2f}). Decoding "
+        f"makes [bold]{report.acceptance_length:.2f}[/] tokens a step.\n"
+        f"[dim]The target continued {m.text}: {m.rows} rows, {m.positions:,} positions. Intervals "
+        f"are over rows, at {LEVEL:.0%}. The floor of draft 1 is {report.floor:.0%}.[/]"
     )
     return Group("accepted up to this draft; [dim]this one, if all before it were[/]", rows, text)
 
@@ -363,31 +384,30 @@ def bar(share: Estimate) -> str:
 
 
 def _comparisons_table(r: Round, report: Report) -> Table:
-    better = [c.name for c in r.better.values()]
+    better = ", ".join(c.name for c in r.better.values())
     worse = [c for c in r.comparisons if c.result == "worse"]
     lines = [
-        (f"better: {', '.join(better)}" if better else "no other convention does better")
-        + f"; {len(r.comparisons)} tried. Drafts accepted a position; intervals are paired over "
-        f"{report.measured.rows} rows and hold together at {FIRST_LEVEL:.0%} (Bonferroni: "
-        f"{r.level:.2%} each); better: all above 0, and {MATERIAL:.0%} more tokens a step.",
-        f"worse, and not shown: {len(worse)}",
-        *(f"left out: {reason}" for reason in r.left_out),
+        f"{len(r.comparisons)} were tried, and "
+        + (f"these are better: {better}." if better else "none is better."),
+        f"{len(worse)} of them are worse, and not shown.",
+        f"Accepted: drafts a position. Intervals are paired over {report.measured.rows} rows and hold together at "
+        f"{FIRST_LEVEL:.0%} (Bonferroni: {r.level:.2%} each). A better convention has all of its "
+        f"interval above 0, and {MATERIAL:.0%} more tokens a step.",
+        *(f"Left out: {reason}." for reason in r.left_out),
     ]
-    table = Table(
-        title=Line(f"other conventions, against: {r.in_force}"),
-        caption=Line("\n".join(lines)),
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
+    table = _table(
+        f"other conventions, against: {r.in_force}",
+        "\n".join(lines),
+        convention="",
+        accepted="number",
+        tokens_a_step="",
+        result="",
     )
-    for name in ("convention", "accepted", "tokens a step", "interval", ""):
-        table.add_column(name, justify="right" if name in ("accepted", "tokens a step") else "left")
     again = [dataclasses.replace(c, name=f"{c.name}, on more text") for c in r.again]
     for c in (*(c for c in r.comparisons if c not in worse), *again):
-        g = c.gain
-        style = "bold red" if c.better else ""
-        values = (f"{c.accepted:.2f}", f"{g.mean:+.1%}", f"{g.low:+.1%} to {g.high:+.1%}", c.result)
-        table.add_row(Line(c.name), *values, style=style)
+        result = c.result.replace("no measurable difference", "not measurable")
+        values = (f"{c.accepted:.2f}", format_gain(c.gain), result)
+        table.add_row(Line(c.name), *values, style="bold red" if c.better else "")
     return table
 
 

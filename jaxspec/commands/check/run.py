@@ -9,7 +9,6 @@ other hypotheses about the drafter on the same positions.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.commands.check import MIN_ROWS
-from jaxspec.commands.check.hypotheses import in_force
+from jaxspec.commands.check.hypotheses import conventions_of, in_force
 from jaxspec.commands.check.lossless import Difference, first_differences
 from jaxspec.commands.check.reference import (
-    Looks,
-    Oddity,
     Reference,
     compare_with,
     look_at,
@@ -32,10 +28,12 @@ from jaxspec.commands.check.reference import (
     text_digest,
     weights_record,
 )
+from jaxspec.commands.check.replay import Evidence
 from jaxspec.commands.check.report import Report
-from jaxspec.commands.check.search import Evidence, SearchResult, search
+from jaxspec.commands.check.search import SearchResult, search
 from jaxspec.commands.check.statistics import (
     FIRST_LEVEL,
+    MIN_ROWS,
     SECOND_LEVEL,
     Depth,
     Estimate,
@@ -57,7 +55,6 @@ from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import shorten
 from jaxspec.engine.request import Completion
 from jaxspec.options import Drafting
-from jaxspec.registry import family_of
 from jaxspec.runtime import runtime
 from jaxspec.weights.loading import LoadedModel
 
@@ -86,7 +83,7 @@ def run(
     """
     batch_size = min(batch_size, len(prompts.ids))
     notify("looking at the weights")
-    looks = Looks(look_at(target.params), look_at(drafter.params))
+    looks = look_at(target.params), look_at(drafter.params)
     notify("the target continues the text, with drafts")
     options: dict[str, Any] = dict(batch_size=batch_size, programs=runtime.Programs())
     drafting = Drafting(num_draft_tokens)
@@ -117,9 +114,10 @@ def run(
         return Evidence(target, more, SECOND_LEVEL, rows_per_prompt=DRAWS, **sizes)
 
     result = search(drafter, first, second, special_ids(target), reference)
+    accepted, best = first.accepted(result.in_force), first.accepted(result.best)
     anchors = first.anchors()
-    depths = by_depth(result.accepted, anchors, drafts)
-    shares = [row_means(result.accepted >= j, anchors) for j in range(1, drafts + 1)]
+    depths = by_depth(accepted, anchors, drafts)
+    shares = [row_means(accepted >= j, anchors) for j in range(1, drafts + 1)]
     length = float(np.mean([n for c in speculative for n in c.acceptance_lengths]))
     measured = Reference(
         text=prompts.origin,
@@ -136,38 +134,39 @@ def run(
         by_row=rows_of(np.asarray(shares).T, enough, len(prompts.ids)),
         target=shorten(target.source),
         target_config=plain_config(target.config),
-        target_weights=weights_record(target, looks.target),
+        target_weights=weights_record(target, looks[0]),
         drafter_config=plain_config(drafter.config),
-        drafter_weights=weights_record(drafter, looks.drafter),
+        drafter_weights=weights_record(drafter, looks[1]),
     )
     return Report(
         target=shorten(target.source),
         drafter=shorten(drafter.source),
         batch_size=batch_size,
+        replay_bytes=first.nbytes,
         conventions=in_force(target, drafter),
         by_position=[Estimate.of(share).within(0, 1) for share in shares],
-        accepted=Estimate.of(row_means(result.accepted, anchors)).within(0, drafts),
+        accepted=Estimate.of(row_means(accepted, anchors)).within(0, drafts),
         acceptance_length=length,
         measured=measured,
         depths=depths,
         fallen=collapse(depths, floor) or _fallen(result, depths, second),
-        best_first=float(row_means(result.best_accepted >= 1, anchors).mean()),
+        best_first=float(row_means(best >= 1, anchors).mean()),
         search=result,
-        oddities=_oddities(looks),
-        comparison=None if reference is None else compare_with(reference, measured, looks),
+        oddities=[*oddities("target", looks[0]), *oddities("drafter", looks[1])],
+        comparison=None if reference is None else compare_with(reference, measured, *looks),
         differing=[
             Difference.of(
                 i,
                 int(text.starts[n]) + (at := differences[i]),
                 (plain[i].token_ids[at], speculative[i].token_ids[at]),
-                result.replayed.logits[n],
+                first.logits[n],
                 target.model_def.dtype,
             )
             for n, i in enumerate(kept)
             if i in differences
         ],
         floor=floor,
-        family=family_of(drafter.config).conventions,
+        family=conventions_of(drafter),
     )
 
 
@@ -182,15 +181,6 @@ def _fallen(
     evidence.replay([result.in_force])
     accepted, anchors = evidence.accepted(result.in_force), evidence.anchors()
     return fallen(accepted, anchors, depth, SECOND_LEVEL)
-
-
-def _oddities(looks: Looks) -> list[Oddity]:
-    """Return the oddities in the weights of either model."""
-    return [
-        dataclasses.replace(o, text=f"{model}: {o.text}")
-        for model, seen in (("target", looks.target), ("drafter", looks.drafter))
-        for o in oddities(seen)
-    ]
 
 
 def _long_enough(plain: Sequence[Completion], drafts: int) -> list[int]:

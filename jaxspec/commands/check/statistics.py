@@ -15,14 +15,16 @@ fail on the upper side half as often: in 1/50 and 1/200 of all checks. A gain mu
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
+from scipy.special import stdtrit
+
+MIN_ROWS = 4
+"""Least number of rows of text for an interval."""
 
 LEVEL = 0.95  # of confidence, of both texts together
 FIRST_LEVEL = 0.96  # for all comparisons of a round on the first text
@@ -30,6 +32,13 @@ SECOND_LEVEL = 0.99  # for those of a round on the second text
 
 MATERIAL = 0.03
 """Least gain in tokens per step, as a share, for a convention to be called better."""
+
+MIN_POSITIONS = 20  # that must reach a depth before it counts
+
+FALL = 2 / 3
+"""Drafts fall at a depth whose acceptance is less than this share of the acceptance one depth
+before. In the bundled pairs a trained depth has 0.9 of the one before it, and the first untrained
+depth 0.4."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,12 @@ class Estimate:
     @classmethod
     def of(cls, rows: np.ndarray, level: float = LEVEL) -> Estimate:
         """Estimate from one number per row, by Student's t."""
-        mean = float(rows.mean())
         error = float(rows.std(ddof=1)) / math.sqrt(len(rows))
-        reach = student_t(level, len(rows) - 1) * error
+        return cls.around(float(rows.mean()), student_t(level, len(rows) - 1) * error)
+
+    @classmethod
+    def around(cls, mean: float, reach: float) -> Estimate:
+        """Return an interval of `reach` to either side."""
         return cls(mean, mean - reach, mean + reach)
 
     def within(self, low: float, high: float) -> Estimate:
@@ -53,15 +65,9 @@ class Estimate:
         return Estimate(self.mean, max(self.low, low), min(self.high, high))
 
 
-@functools.cache  # a round repeats one level and one number of rows
 def student_t(level: float, degrees: int) -> float:
     """Return t such that a share `level` of Student's distribution lies between -t and t."""
-    low, high = 0.0, 1e3
-    while high - low > 1e-4:
-        t = (low + high) / 2
-        outside = float(jax.scipy.special.betainc(degrees / 2, 0.5, degrees / (degrees + t * t)))
-        low, high = (low, t) if 1 - outside > level else (t, high)
-    return high
+    return float(stdtrit(degrees, (1 + level) / 2))
 
 
 def row_means(values: np.ndarray, anchors: np.ndarray) -> np.ndarray:
@@ -69,25 +75,7 @@ def row_means(values: np.ndarray, anchors: np.ndarray) -> np.ndarray:
     return (values * anchors).sum(axis=1) / anchors.sum(axis=1)
 
 
-def conditional(accepted: np.ndarray, anchors: np.ndarray, depth: int, level: float) -> Depth:
-    """Estimate the share of drafts at a depth that are accepted where all before them were.
-
-    This is the ratio of two sums over rows, since rows reach a depth unequally often. Its error
-    comes from each row's distance from the common ratio.
-
-    Args:
-      accepted: drafts accepted at each anchor, [R, A].
-      depth: 1 for first drafts.
-    """
-    reached = ((accepted >= depth - 1) & anchors).sum(axis=1)
-    passed = ((accepted >= depth) & anchors).sum(axis=1)
-    rows, total = int((reached > 0).sum()), int(reached.sum())
-    if rows < 2:
-        return Depth(depth, total, rows, Estimate(passed.sum() / max(total, 1), 0.0, 1.0))
-    share = float(passed.sum() / total)
-    scatter = float(np.square(passed - share * reached).sum()) * rows / (rows - 1)
-    reach = student_t(level, rows - 1) * math.sqrt(scatter) / total
-    return Depth(depth, total, rows, Estimate(share, share - reach, share + reach).within(0, 1))
+# --- depths --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -104,6 +92,36 @@ class Depth:
     share: Estimate
 
 
+def _reached(accepted: np.ndarray, anchors: np.ndarray, depth: int) -> np.ndarray:
+    """Return for each row the number of anchors with so many accepted drafts."""
+    return ((accepted >= depth) & anchors).sum(axis=1)
+
+
+def _reach(errors: np.ndarray, rows: int, level: float) -> float:
+    """Return half of the interval of a ratio of sums over rows, given each row's error."""
+    scatter = float(np.square(errors).sum()) * rows / (rows - 1)
+    return student_t(level, rows - 1) * math.sqrt(scatter)
+
+
+def conditional(accepted: np.ndarray, anchors: np.ndarray, depth: int, level: float) -> Depth:
+    """Estimate the share of drafts at a depth that are accepted where all before them were.
+
+    This is the ratio of two sums over rows, since rows reach a depth unequally often. Its error
+    comes from each row's distance from the common ratio.
+
+    Args:
+      accepted: drafts accepted at each anchor, [R, A].
+      depth: 1 for first drafts.
+    """
+    reached, passed = (_reached(accepted, anchors, d) for d in (depth - 1, depth))
+    rows, total = int((reached > 0).sum()), int(reached.sum())
+    share = float(passed.sum()) / max(total, 1)
+    if rows < 2:
+        return Depth(depth, total, rows, Estimate(share, 0.0, 1.0))
+    reach = _reach((passed - share * reached) / total, rows, level)
+    return Depth(depth, total, rows, Estimate.around(share, reach).within(0, 1))
+
+
 def by_depth(accepted: np.ndarray, anchors: np.ndarray, num_draft_tokens: int) -> list[Depth]:
     """Estimate every depth; all intervals hold together at `FIRST_LEVEL`."""
     level = 1 - (1 - FIRST_LEVEL) / num_draft_tokens
@@ -111,22 +129,11 @@ def by_depth(accepted: np.ndarray, anchors: np.ndarray, num_draft_tokens: int) -
     return [conditional(accepted, anchors, depth, level) for depth in depths]
 
 
-MIN_POSITIONS = 20  # that must reach a depth before it counts
-
-
 def collapse(depths: Sequence[Depth], floor: float) -> Depth | None:
     """Return the first depth past 1 that is certainly below the floor and half of depth 1."""
-    first = depths[0].share.mean
-    for d in depths[1:]:
-        if d.positions >= MIN_POSITIONS and d.share.high < min(floor, first / 2):
-            return d
-    return None
-
-
-FALL = 2 / 3
-"""Drafts fall at a depth whose acceptance is less than this share of the acceptance one depth
-before. In the bundled pairs a trained depth has 0.9 of the one before it, and the first untrained
-depth 0.4."""
+    limit = min(floor, depths[0].share.mean / 2)
+    low = (d for d in depths[1:] if d.positions >= MIN_POSITIONS and d.share.high < limit)
+    return next(low, None)
 
 
 def doubtful(depths: Sequence[Depth]) -> int | None:
@@ -145,19 +152,18 @@ def fallen(accepted: np.ndarray, anchors: np.ndarray, depth: int, level: float) 
 
     Args:
       accepted: drafts accepted at each anchor, [R, A], of a text that did not choose the depth.
-      level: of confidence.
     """
     at_depth = conditional(accepted, anchors, depth, level)
     if at_depth.rows < 2 or at_depth.positions < MIN_POSITIONS:
         return None
-    twice, once, reached = (
-        ((accepted >= d) & anchors).sum(axis=1) for d in (depth, depth - 1, depth - 2)
-    )
+    twice, once, reached = (_reached(accepted, anchors, depth - n) for n in range(3))
     share, before = twice.sum() / once.sum(), once.sum() / reached.sum()
     errors = (twice - share * once) / once.sum() - FALL * (once - before * reached) / reached.sum()
-    scatter = float(np.square(errors).sum()) * at_depth.rows / (at_depth.rows - 1)
-    reach = student_t(level, at_depth.rows - 1) * math.sqrt(scatter)
-    return at_depth if share - FALL * before + reach < 0 else None
+    certain = share - FALL * before + _reach(errors, at_depth.rows, level) < 0
+    return at_depth if certain else None
+
+
+# --- gains ---------------------------------------------------------------------------------------
 
 
 def gained(before: np.ndarray, after: np.ndarray, level: float = LEVEL) -> Estimate:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.api import BUNDLED
-from jaxspec.commands.check import MIN_ROWS
+from jaxspec.commands.check.statistics import MIN_ROWS
 from jaxspec.commands.options import UsageError, error_message
+from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import Sampling
@@ -141,10 +142,14 @@ class Text:
             tokens[i, : len(row)] = row
         return cls(tokens, np.asarray([*map(len, prompts)]), np.asarray([*map(len, rows)]))
 
-    def anchors(self, num_draft_tokens: int) -> np.ndarray:
-        """Return [R, A]: True where the row has `num_draft_tokens` tokens after its token `a`."""
+    def anchors(self, num_draft_tokens: int, width: int | None = None) -> np.ndarray:
+        """Return [R, A]: True where the row has `num_draft_tokens` tokens after its token `a`.
+
+        Args:
+          width: A; None for as many as the longest row has.
+        """
         counts = self.ends - self.starts - num_draft_tokens
-        return np.arange(max(int(counts.max()), 1))[None, :] < counts[:, None]
+        return np.arange(width or max(int(counts.max()), 1))[None, :] < counts[:, None]
 
 
 def decode_greedily(
@@ -155,7 +160,7 @@ def decode_greedily(
     **options: Any,
 ) -> list[Completion]:
     """Continue prompts greedily, up to a stop id of the checkpoint."""
-    stop_ids = stop_ids_of(target)
+    stop_ids = generation_of(target).eos_token_ids
     requests = [Request(p, new_tokens, stop_ids=stop_ids) for p in prompts]
     return _decode(target, drafter, requests, **options)
 
@@ -183,7 +188,7 @@ def further(
     drawn = min(drawn, target.config.max_positions - longest - new_tokens - reserve)
     if drawn < new_tokens:  # else drafts would be compared on the first text again
         return None
-    sampling, stop_ids = Sampling(temperature=1.0), stop_ids_of(target)
+    sampling, stop_ids = Sampling(temperature=1.0), generation_of(target).eos_token_ids
     requests = [
         Request(p, drawn, sampling, stop_ids, seed=draw) for p in prompts for draw in range(DRAWS)
     ]
@@ -200,9 +205,9 @@ def further(
     return Text.of(prefixes, kept)
 
 
-def stop_ids_of(target: LoadedModel) -> tuple[int, ...]:
-    """Return the checkpoint's stop ids."""
-    return target.generation.eos_token_ids if target.generation else ()
+def generation_of(target: LoadedModel) -> GenerationDefaults:
+    """Return the checkpoint's generation config; an empty one if it has none."""
+    return target.generation or GenerationDefaults()
 
 
 def _drawn_tokens(target: LoadedModel, shortest: int, new_tokens: int) -> int:
