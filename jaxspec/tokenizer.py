@@ -216,7 +216,7 @@ class TextStream:
             if len(after) > len(before) and not after.endswith(_INCOMPLETE):
                 self._text += after[len(before) :]
                 self._window, self._settled = self._settled, len(ids)
-        return self._emit(_safe_length(self._text, self._stop_texts))
+        return self._emit(safe_length(self._text, self._stop_texts))
 
     def finish(self, ids: Sequence[int]) -> str:
         """Take all tokens and return the rest of their text."""
@@ -232,8 +232,8 @@ class TextStream:
 def completed_text(tokenizer: Tokenizer, ids: Sequence[int], stop_texts: Sequence[str] = ()) -> str:
     """Return the text of generated tokens, cut before the first stop text."""
     text = tokenizer.decode(ids)
-    stop = _first_stop(text, stop_texts)
-    return text if stop is None else text[:stop]
+    stop = first_stop(text, stop_texts)
+    return text if stop is None else text[: stop[0]]
 
 
 def stop_at_text(
@@ -245,7 +245,7 @@ def stop_at_text(
     """
 
     def contains(ids: Sequence[int]) -> bool:
-        return _first_stop(tokenizer.decode(ids), stop_texts) is not None
+        return first_stop(tokenizer.decode(ids), stop_texts) is not None
 
     def stop_at(ids: Sequence[int]) -> int | None:
         if not contains(ids):
@@ -262,15 +262,16 @@ def stop_at_text(
     return stop_at
 
 
-def _first_stop(text: str, stop_texts: Sequence[str]) -> int | None:
-    return min((i for i in (text.find(stop) for stop in stop_texts) if i >= 0), default=None)
+def first_stop(text: str, stop_texts: Sequence[str]) -> tuple[int, str] | None:
+    """Return the index of the first stop text in a text, and the stop text; None without one."""
+    return min(((text.index(stop), stop) for stop in stop_texts if stop in text), default=None)
 
 
-def _safe_length(text: str, stop_texts: Sequence[str]) -> int:
+def safe_length(text: str, stop_texts: Sequence[str]) -> int:
     """Return the number of characters that no stop text can cut, whatever follows the text."""
-    first = _first_stop(text, stop_texts)
+    first = first_stop(text, stop_texts)
     if first is not None:
-        return first
+        return first[0]
     begun = max(
         (
             n

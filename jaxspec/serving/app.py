@@ -85,7 +85,7 @@ def make_app(
 class _Routes:
     def __init__(self, model: ServingModel, engine: OpenEngine, scorer: Scorer, metrics: Metrics):
         self._model, self._engine, self._metrics = model, engine, metrics
-        self._scorer = scorer
+        self._server = model, engine, scorer, metrics
         self._created = int(time.time())
 
     # --- generating ------------------------------------------------------------------------------
@@ -94,19 +94,19 @@ class _Routes:
         body = await self._read_body(request, ChatCompletionRequest)
         # A long prompt takes a while to become tokens; streams go on meanwhile.
         parsed = await asyncio.to_thread(self._model.parse_chat, body)
-        reply = Reply(CHAT_COMPLETION, self._model, self._engine, self._scorer, body, parsed)
+        reply = Reply(CHAT_COMPLETION, *self._server, body, parsed)
         return await self._send(request, reply, body, parsed)
 
     async def completions(self, request: Request) -> Any:
         body = await self._read_body(request, CompletionRequest)
         parsed = await asyncio.to_thread(self._model.parse_completion, body)
-        reply = Reply(COMPLETION, self._model, self._engine, self._scorer, body, parsed)
+        reply = Reply(COMPLETION, *self._server, body, parsed)
         return await self._send(request, reply, body, parsed)
 
     async def responses(self, request: Request) -> Any:
         body = await self._read_body(request, ResponsesRequest)
         parsed = await asyncio.to_thread(parse_responses, self._model, body)
-        reply = ResponsesReply(self._model, self._engine, self._scorer, body, parsed)
+        reply = ResponsesReply(*self._server, body, parsed)
         return await self._send(request, reply, body, parsed)
 
     async def _send(

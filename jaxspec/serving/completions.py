@@ -22,6 +22,7 @@ from jaxspec.options import FieldError
 from jaxspec.serving.errors import ApiError, internal_error, invalid_value, not_accepted
 from jaxspec.serving.event_stream import DONE, encode_event, merge
 from jaxspec.serving.handle import Handle, RequestOutput
+from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import NotAccepted, OpenEngine
 from jaxspec.serving.parse_request import ParsedRequest, ServingModel
 from jaxspec.serving.prompt_logprobs import PromptScores
@@ -75,6 +76,7 @@ class Reply:
         model: ServingModel,
         engine: OpenEngine,
         scorer: Scorer,
+        metrics: Metrics,
         request: GenerationRequest,
         parsed: ParsedRequest,
     ):
@@ -83,7 +85,7 @@ class Reply:
         Raises:
           ApiError: the engine does not take them.
         """
-        self._format, self._model = reply_format, model
+        self._format, self._model, self._metrics = reply_format, model, metrics
         self._request, self._parsed = request, parsed
         self._scores: list[Future[PromptScores]] = []
         self._handles: list[Handle] = []
@@ -151,13 +153,13 @@ class Reply:
             text = delta.fields.get("text", "")
             self.texts.append(text)
             content = {"text": text}
-        self.usage.add(completion, choice.reasoning_tokens)
+        self._count(completion, choice)
         made = {
             "index": index,
             **content,
             "logprobs": delta.logprobs,
             "finish_reason": delta.finish_reason,
-            "stop_reason": self._stop_reason(completion),
+            "stop_reason": self._stop_reason(completion, choice),
         }
         if (top := self._parsed.prompt_logprobs) is not None and scores is not None:
             formatter = LogprobsFormatter(self._model.tokenizer, top)
@@ -213,8 +215,8 @@ class Reply:
             self.texts[text_index] += delta.fields.get("content", "") + delta.fields.get("text", "")
             reason = None
             if isinstance(output, Completion):
-                self.usage.add(output, choice.reasoning_tokens)
-                reason = self._stop_reason(output)
+                self._count(output, choice)
+                reason = self._stop_reason(output, choice)
             if delta.is_empty:
                 continue
             chunk = self._chunk(index, delta, reason)
@@ -286,9 +288,16 @@ class Reply:
         message = f"the request took longer than {self._model.settings.timeout:g} s"
         return ApiError(504, message, code="timeout")
 
-    def _stop_reason(self, completion: Completion) -> int | str | None:
-        ids = self._request.stop_token_ids or ()
-        return stop_reason(completion, self._model.tokenizer, self._parsed, ids)
+    def _count(self, completion: Completion, choice: TextChoice | ChatChoice) -> None:
+        """Count a choice that is done."""
+        self.usage.add(completion, choice)
+        if isinstance(choice, ChatChoice):
+            self._metrics.tool_calls(choice.parser)
+
+    def _stop_reason(
+        self, completion: Completion, choice: TextChoice | ChatChoice
+    ) -> int | str | None:
+        return stop_reason(completion, choice.stop_text, self._request.stop_token_ids or ())
 
 
 def _raise_if_failed(completion: Completion) -> None:

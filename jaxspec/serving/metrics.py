@@ -1,4 +1,4 @@
-"""Metrics of a server, under vLLM's names. Dashboards made for vLLM read them."""
+"""Metrics of a server, under vLLM's names where it has them. Dashboards made for vLLM read them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from jaxspec.engine.request import Completion
 from jaxspec.serving.handle import Handle
+from jaxspec.text.chat import Parser
 
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10)
 _LONG_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 600)
@@ -90,6 +91,12 @@ class Metrics:
             ["model_name", "draft_length"],
             registry=self._registry,
         )
+        self.calls = Counter(
+            "jaxspec:tool_calls",
+            "Tool calls of the model, by outcome. Broken ones could not be read and became text.",
+            ["model_name", "outcome"],
+            registry=self._registry,
+        )
         self.first_token = make(
             Histogram,
             "time_to_first_token_seconds",
@@ -145,6 +152,16 @@ class Metrics:
             for position in range(max(lengths, default=1) - 1):
                 count = sum(length - 1 > position for length in lengths)
                 self.accepted_at.labels(self._model, str(position)).inc(count)
+
+    def tool_calls(self, parser: Parser) -> None:
+        """Count the tool calls of a reply."""
+        outcomes = {
+            "complete": parser.complete_calls - parser.repaired_calls,
+            "repaired": parser.repaired_calls,
+            "broken": parser.broken_calls,
+        }
+        for outcome, count in outcomes.items():
+            self.calls.labels(self._model, outcome).inc(count)
 
     def text(self, running: int, waiting: int, slots: int) -> bytes:
         """Return all counts in the text form that Prometheus reads."""

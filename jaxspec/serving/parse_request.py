@@ -317,7 +317,7 @@ class ServingModel:
                 f"{self.settings.max_n} completions of one request",
                 param="n",
             )
-        stops = _stops(request.stop)
+        stops, is_chat = _stops(request.stop), isinstance(request, ChatCompletionRequest)
         tools = tools or chat.ToolChoice()
         seed = secrets.randbits(32) if request.seed is None else request.seed
         eos = () if request.ignore_eos else self.generation.eos_token_ids
@@ -344,7 +344,7 @@ class ServingModel:
                     max_tokens,
                     # Without a seed in the request, equal prompts give different replies.
                     sample=sample + (index * n if request.seed is None else 0),
-                    stop_at=self._stop_at(prompt, stops, tools),
+                    stop_at=self._stop_at(prompt, stops, tools, is_chat=is_chat),
                     **shared,
                 )
                 for index, prompt in enumerate(prompts)
@@ -366,11 +366,18 @@ class ServingModel:
         )
 
     def _stop_at(
-        self, prompt: tuple[int, ...], stops: tuple[str, ...], tools: chat.ToolChoice
+        self,
+        prompt: tuple[int, ...],
+        stops: tuple[str, ...],
+        tools: chat.ToolChoice,
+        *,
+        is_chat: bool,
     ) -> StopAt | None:
         """Return the function that ends a reply at a stop text, or behind its only allowed call."""
         functions: list[StopAt] = []
-        if stops:
+        if stops and is_chat:
+            functions.append(chat.StopText(self.tokenizer, prompt, stops, calls=tools.calls))
+        elif stops:
             functions.append(stop_at_text(self.tokenizer, stops))
         if tools.calls and not tools.parallel:
             functions.append(chat.FirstCall(self.tokenizer, prompt))

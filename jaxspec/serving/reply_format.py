@@ -6,7 +6,7 @@ one piece and streams use the same code. It does not matter how many tokens come
 
 from __future__ import annotations
 
-import itertools
+import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,15 +17,17 @@ from jaxspec.serving.parse_request import ParsedRequest
 from jaxspec.serving.prompt_logprobs import PromptScores, TopLogprobs
 from jaxspec.serving.verify_steps import StepSplitter
 from jaxspec.text import chat
-from jaxspec.tokenizer import TextStream, Tokenizer
+from jaxspec.text.chat.values import QUOTE
+from jaxspec.tokenizer import TextStream, Tokenizer, first_stop
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
 
 
 @dataclass
 class Usage:
-    """Token counts of a reply, over all its choices."""
+    """Counts of a reply's tokens and of its faulty calls, over all its choices."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -33,12 +35,17 @@ class Usage:
     reasoning_tokens: int = 0
     accepted_tokens: int = 0
     drafted_tokens: int = 0
+    repaired_calls: int = 0
+    broken_calls: int = 0
 
-    def add(self, completion: Completion, reasoning_tokens: int) -> None:
+    def add(self, completion: Completion, choice: TextChoice | ChatChoice) -> None:
         """Count a completion. Accepted drafts that a stop or the limit cut do not count."""
         ids = completion.token_ids
         steps = StepSplitter().push(len(ids), completion.acceptance_lengths)
-        self.reasoning_tokens += reasoning_tokens
+        if isinstance(choice, ChatChoice):
+            self.reasoning_tokens += choice.parser.reasoning_tokens
+            self.repaired_calls += choice.parser.repaired_calls
+            self.broken_calls += choice.parser.broken_calls
         self.completion_tokens += len(ids)
         self.cached_tokens += completion.cached_tokens
         self.accepted_tokens += sum(accepted for _, accepted in steps)
@@ -64,30 +71,25 @@ class Usage:
         }
 
 
-def finish_reason(completion: Completion) -> str:
+def finish_reason(completion: Completion, stop_text: str | None = None) -> str:
     """Return the protocol's `finish_reason` of a completion."""
-    return "stop" if completion.finish_reason == "stop" else "length"
+    return "stop" if completion.finish_reason == "stop" or stop_text is not None else "length"
 
 
 def stop_reason(
-    completion: Completion,
-    tokenizer: Tokenizer,
-    parsed: ParsedRequest,
-    stop_token_ids: Sequence[int],
+    completion: Completion, stop_text: str | None, stop_token_ids: Sequence[int]
 ) -> int | str | None:
     """Return the stop id or stop text of the request that ended a completion, or None.
 
     Args:
+      stop_text: the one that has ended the reply's text.
       stop_token_ids: the request's stop ids, without the checkpoint's.
     """
-    if completion.finish_reason != "stop":
-        return None
+    if stop_text is not None:
+        return stop_text
     ids = completion.token_ids
-    text = tokenizer.decode(ids) if parsed.stops else ""
-    matches = [(text.index(stop), stop) for stop in parsed.stops if stop in text]
-    if matches:
-        return min(matches)[1]
-    return ids[-1] if ids and ids[-1] in stop_token_ids else None
+    is_id = completion.finish_reason == "stop" and bool(ids) and ids[-1] in stop_token_ids
+    return ids[-1] if is_id else None
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -109,32 +111,23 @@ class LogprobsFormatter:
         ids: Sequence[int],
         logprobs: Sequence[float | None],
         top_logprobs: Sequence[TopLogprobs | None],
-        offset: int,
+        offsets: Sequence[int],
     ) -> dict[str, Any]:
         """Return `logprobs` of /v1/completions.
 
         Args:
-          offset: number of characters in the text before the tokens.
+          offsets: where the text of each token begins, in characters of the reply.
         """
-        tokens = [self._token(i) for i in ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
         return {
-            "tokens": tokens,
+            "tokens": [self._token(i) for i in ids],
             "token_logprobs": [None if x is None else _number(x) for x in logprobs],
             "top_logprobs": [
                 None if t is None else self._by_text(t[: self.top]) for t in top_logprobs
             ]
             if self.top
             else None,
-            "text_offset": offsets,
+            "text_offset": [*offsets],
         }
-
-    def chat_logprobs(self, output: RequestOutput, begin: int) -> dict[str, Any]:
-        """Return `logprobs` of /v1/chat/completions, for the tokens from `begin` on."""
-        return {"content": [self.entry(output, i) for i in range(begin, len(output.token_ids))]}
 
     def entry(self, output: RequestOutput, index: int) -> dict[str, Any]:
         """Return the entry of one token, with the best tokens at its position."""
@@ -176,34 +169,81 @@ def _number(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB) if logprob == logprob else MIN_LOGPROB
 
 
-class TextLogprobs:
-    """Selects the log-probabilities of text tokens, without reasoning and tool calls."""
+class TextOffsets:
+    """Finds where the text of each token begins. Tokens of one character begin where it begins.
 
-    def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest):
+    Args:
+      start: number of characters before the first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int = 0):
+        self._tokenizer = tokenizer
+        self._stream, self._ids = TextStream(tokenizer), list[int]()
+        self._settled, self._in_run = start, 0  # characters before a run of raw bytes, and in it
+        self._decoder = _UTF8(errors="replace")
+
+    def push(self, token_id: int) -> int:
+        """Return where the text of the next token begins."""
+        offset = self._settled + self._in_run
+        self._ids.append(token_id)
+        if piece := self._stream.push(self._ids):
+            self._settled += len(piece)
+            self._in_run = 0
+            self._decoder.reset()
+        elif text := self._tokenizer.decode([token_id]):  # else it is special
+            self._in_run += len(self._decoder.decode(self._tokenizer.bytes_of(token_id, text)))
+        return offset
+
+
+class AnswerLogprobs:
+    """Selects the log-probabilities of a chat's answer, without reasoning, calls and markers."""
+
+    def __init__(self, tokenizer: Tokenizer, top: int):
         """Start at the beginning of a reply."""
-        self._formatter = LogprobsFormatter(tokenizer, parsed.top_logprobs or 0)
-        self._stop_ids = parsed.engine_requests[0].all_stop_ids
-        self._held: list[dict[str, Any]] = []  # of tokens whose text is held back
+        self._tokenizer = tokenizer
+        self._formatter = LogprobsFormatter(tokenizer, top)
+        # Entries of tokens that the client does not see yet, and where in the answer they begin.
+        self._held: list[tuple[int, dict[str, Any]]] = []
+        self._call: list[dict[str, Any]] = []  # of the block of calls, which may become text
 
     def push(
         self, parser: chat.Parser, output: RequestOutput, begin: int
     ) -> Iterator[tuple[list[chat.Event], list[dict[str, Any]]]]:
         """Parse the tokens from `begin` on; yield events, and the entries of their text."""
         for index, token_id in enumerate(output.token_ids[begin:], begin):
-            before = parser.text_tokens
+            ends_block, broken = parser.ends_block(token_id), parser.broken_calls
+            if not ends_block and self._has_text(parser, token_id):
+                if parser.mode == "call":
+                    self._call.append(self._formatter.entry(output, index))
+                elif parser.mode == "text":
+                    self._held.append((parser.answer_read, self._formatter.entry(output, index)))
             events = parser.push((token_id,))
-            is_text = parser.text_tokens > before
-            if is_text and token_id not in self._stop_ids:
-                self._held.append(self._formatter.entry(output, index))
-            has_text = any(isinstance(e, chat.Text) for e in events)
-            yield events, self.rest() if has_text else []
-            if not is_text:
-                self._held = []  # newlines before a marker are no text
+            released = self.release(parser, broken)
+            if ends_block:  # newlines before a marker are no text
+                self._held, self._call = [], []
+            elif any(isinstance(event, chat.ToolCallEnd) for event in events):
+                self._call = []
+            yield events, released
 
-    def rest(self) -> list[dict[str, Any]]:
-        """Return the entries of the text that was held back."""
-        held, self._held = self._held, []
-        return held
+    def _has_text(self, parser: chat.Parser, token_id: int) -> bool:
+        """Return whether a token has text where it stands. The end of a turn has none."""
+        text = self._tokenizer.decode([token_id])
+        if parser.begins_text:
+            text = text.lstrip("\n")  # which belong to the marker before
+        return bool(text) or self._tokenizer.backend.id_to_token(token_id) == QUOTE
+
+    def release(self, parser: chat.Parser, broken_calls: int) -> list[dict[str, Any]]:
+        """Return the entries of the text that the parser's newest events have.
+
+        Args:
+          broken_calls: the parser's number of them before these events.
+        """
+        released = [entry for start, entry in self._held if start < parser.answer_length]
+        self._held = self._held[len(released) :]
+        if parser.broken_calls > broken_calls:
+            released += self._call
+            self._call = []
+        return released
 
 
 # --- choices --------------------------------------------------------------------------------------
@@ -237,22 +277,24 @@ class Delta:
 
 
 class TextChoice:
-    """A choice of /v1/completions, which is plain text."""
+    """A choice of /v1/completions, which is plain text.
+
+    Attributes:
+      stop_text: the stop text that has ended it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest, index: int):
         self.index = index
+        self.stop_text: str | None = None
         self._prompt = parsed.prompt_of(index) if parsed.echo else None
-        self._tokenizer = tokenizer
+        self._tokenizer, self._stops = tokenizer, parsed.stops
         self._stream = TextStream(tokenizer, parsed.stops)
         top = parsed.top_logprobs
         self._formatter = None if top is None else LogprobsFormatter(tokenizer, top)
         self._by_token = parsed.return_steps
-        self._seen = self._characters = 0
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Number of reasoning tokens; plain text has none."""
-        return 0
+        self._seen = self._length = 0  # tokens, and characters that the client has
+        self._offsets = TextOffsets(tokenizer)
+        self._held: list[tuple[int, int]] = []  # tokens that it has not, and where they begin
 
     def echo(self, scores: PromptScores | None) -> Delta | None:
         """Return the prompt as the choice's first delta, or None if the request has no `echo`."""
@@ -261,11 +303,14 @@ class TextChoice:
         logprobs = None
         if self._formatter is not None and scores is not None:
             top = (None, *scores.top_logprobs)
+            offsets = [self._offsets.push(token_id) for token_id in scores.ids]
             logprobs = self._formatter.completion_logprobs(
-                scores.ids, (None, *scores.logprobs), top, 0
+                scores.ids, (None, *scores.logprobs), top, offsets
             )
-            self._characters = sum(map(len, logprobs["tokens"]))
-        return Delta({"text": self._tokenizer.decode(self._prompt)}, (), logprobs)
+        text = self._tokenizer.decode(self._prompt)
+        self._length = len(text)
+        self._offsets = TextOffsets(self._tokenizer, self._length)
+        return Delta({"text": text}, (), logprobs)
 
     def push(self, output: RequestOutput) -> Delta:
         """Return the content that is new since the last call. `output` has all tokens so far."""
@@ -276,22 +321,35 @@ class TextChoice:
             pieces = [self._stream.push(ids[:end]) for end in range(begin + 1, len(ids) + 1)]
         rest = self._stream.finish(ids) if is_done else self._stream.push(ids)
         text = "".join(pieces) + rest
-        logprobs = None
-        if self._formatter is not None and (begin < self._seen or is_done):
-            logprobs = self._formatter.completion_logprobs(
-                ids[begin:],
-                (output.logprobs or ())[begin:],
-                (output.top_logprobs or ())[begin:],
-                self._characters,
-            )
-            self._characters += sum(map(len, logprobs["tokens"]))
+        self._length += len(text)
+        if is_done and (stop := first_stop(self._tokenizer.decode(ids), self._stops)):
+            self.stop_text = stop[1]
         return Delta(
             {"text": text} if text else {},
             ids[begin:],
-            logprobs,
-            finish_reason(output) if isinstance(output, Completion) else None,
+            None if self._formatter is None else self._logprobs(self._formatter, output, begin),
+            finish_reason(output, self.stop_text) if isinstance(output, Completion) else None,
             tuple({"text": piece} if piece else {} for piece in pieces),
             {"text": rest} if rest else {},
+        )
+
+    def _logprobs(
+        self, formatter: LogprobsFormatter, output: RequestOutput, begin: int
+    ) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens whose text the client has."""
+        new = range(begin, len(output.token_ids))
+        self._held += [(i, self._offsets.push(output.token_ids[i])) for i in new]
+        is_whole = isinstance(output, Completion) and self.stop_text is None
+        count = sum(is_whole or offset < self._length for _, offset in self._held)
+        seen, self._held = self._held[:count], self._held[count:]
+        if not seen and not isinstance(output, Completion):
+            return None
+        all_top = output.top_logprobs or ()
+        return formatter.completion_logprobs(
+            [output.token_ids[i] for i, _ in seen],
+            [(output.logprobs or ())[i] for i, _ in seen],
+            [all_top[i] for i, _ in seen] if all_top else (),
+            [offset for _, offset in seen],
         )
 
 
@@ -308,57 +366,73 @@ def join(echo: Delta | None, delta: Delta) -> Delta:
 
 
 class ChatChoice:
-    """A choice of /v1/chat/completions: text, reasoning and tool calls."""
+    """A choice of /v1/chat/completions: text, reasoning and tool calls.
+
+    Attributes:
+      parser: reads its tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest, index: int):
         self.index = index
-        self._parser = chat.parser_for(
+        self.parser = chat.parser_for(
             tokenizer, parsed.prompt_of(index), calls=parsed.tools.calls, stop_texts=parsed.stops
         )
         top = parsed.top_logprobs
-        self._formatter = None if top is None else LogprobsFormatter(tokenizer, top)
+        self._logprobs = None if top is None else AnswerLogprobs(tokenizer, top)
         self._by_token = parsed.return_steps
         self._seen = 0
 
     @property
-    def reasoning_tokens(self) -> int:
-        """Number of reasoning tokens so far."""
-        return self._parser.reasoning_tokens
+    def stop_text(self) -> str | None:
+        """The stop text that has ended the answer."""
+        return self.parser.stop_text
 
     def push(self, output: RequestOutput) -> Delta:
         """Return the content that is new since the last call. `output` has all tokens so far."""
         begin, self._seen = self._seen, len(output.token_ids)
-        new = output.token_ids[begin:]
-        by_token: list[list[chat.Event]] = []
-        if self._by_token:  # the parser takes one at a time anyway
-            by_token = [self._parser.push((token,)) for token in new]
-            new = ()
-        rest = self._parser.push(new)
-        reason = None
-        if isinstance(output, Completion):
-            rest += self._parser.finish(finish_reason(output))
-            reason = self._parser.finish_reason
-        logprobs = None
-        if self._formatter is not None and (begin < self._seen or reason):
-            logprobs = self._formatter.chat_logprobs(output, begin)
+        groups = self.read(output, begin)
+        by_token = groups[: self._seen - begin] if self._by_token else []
+        entries = [entry for _, entries in groups for entry in entries]
+        rest = [event for events, _ in groups[len(by_token) :] for event in events]
         return Delta(
-            _delta_fields([*itertools.chain(*by_token), *rest]),
+            _delta_fields(event for events, _ in groups for event in events),
             output.token_ids[begin:],
-            logprobs,
-            reason,
-            tuple(map(_delta_fields, by_token)),
+            {"content": entries, "refusal": None} if entries else None,
+            self.parser.finish_reason,
+            tuple(_delta_fields(events) for events, _ in by_token),
             _delta_fields(rest),
         )
 
     def message(self, completion: Completion) -> tuple[dict[str, Any], Delta]:
         """Return the message of a whole reply, and a delta with all else."""
-        events = [*self._parser.push(completion.token_ids)]
-        events += self._parser.finish(finish_reason(completion))
-        logprobs = None
-        if self._formatter is not None:
-            logprobs = self._formatter.chat_logprobs(completion, 0)
-        delta = Delta({}, completion.token_ids, logprobs, self._parser.finish_reason)
-        return chat.message_of(events), delta
+        groups = self.read(completion, 0)
+        entries = [entry for _, entries in groups for entry in entries]
+        logprobs = None if self._logprobs is None else {"content": entries, "refusal": None}
+        delta = Delta({}, completion.token_ids, logprobs, self.parser.finish_reason)
+        return chat.message_of([event for events, _ in groups for event in events]), delta
+
+    def read(
+        self, output: RequestOutput, begin: int
+    ) -> list[tuple[list[chat.Event], list[dict[str, Any]]]]:
+        """Parse the tokens from `begin` on, and end the reply if the output is a completion.
+
+        Returns:
+          Events, and entries of log-probabilities. There is a pair for each token if the request
+          has `logprobs` or `return_steps`, and one for the end.
+        """
+        new, parser = output.token_ids[begin:], self.parser
+        if self._logprobs is not None:
+            groups = list(self._logprobs.push(parser, output, begin))
+        elif self._by_token:  # the parser takes one at a time anyway
+            groups = [(parser.push((token,)), []) for token in new]
+        else:
+            groups = [(parser.push(new), [])]
+        if isinstance(output, Completion):
+            broken = parser.broken_calls
+            events = parser.finish(finish_reason(output))
+            entries = [] if self._logprobs is None else self._logprobs.release(parser, broken)
+            groups.append((events, entries))
+        return groups
 
 
 def _delta_fields(events: Iterable[chat.Event]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jaxspec.options import shown
 from jaxspec.serving.completions import Reply, ReplyFormat, Scorer
 from jaxspec.serving.errors import ApiError, internal_error
 from jaxspec.serving.event_stream import encode_event
+from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine
 from jaxspec.serving.parse_request import ParsedRequest, ServingModel
 from jaxspec.serving.protocol import (
@@ -25,7 +26,7 @@ from jaxspec.serving.protocol import (
     GenerationRequest,
     ResponsesRequest,
 )
-from jaxspec.serving.reply_format import ChatChoice, TextLogprobs, finish_reason
+from jaxspec.serving.reply_format import ChatChoice
 from jaxspec.text import chat
 
 LOG = logging.getLogger("jaxspec.serving")
@@ -169,12 +170,15 @@ def _last_reply(messages: list[dict[str, Any]]) -> dict[str, Any]:
 class Output:
     """Items of a growing reply, and their stream events.
 
+    A call that breaks is no item of the reply. A stream that began it never says that it is done.
+
     Attributes:
       items: the items as in the reply's `output`.
     """
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
+        self._index = -1  # of the last item among those of the stream
         self._open = False  # whether the last item is unfinished
 
     def push(
@@ -209,7 +213,8 @@ class Output:
             elif isinstance(event, chat.ToolCallEnd):
                 yield from self.end()
             else:
-                yield from self.end("incomplete")
+                self.items.pop()
+                self._open = False
 
     def end(self, status: str = "completed") -> Iterator[StreamEvent]:
         """End the last item, if it is unfinished."""
@@ -262,11 +267,12 @@ class Output:
     def _begin(self, item: dict[str, Any]) -> Iterator[StreamEvent]:
         yield from self.end()
         self.items.append(item)
+        self._index += 1
         self._open = True
         yield self._event("response.output_item.added", {"item": {**item}})
 
     def _event(self, kind: str, fields: dict[str, Any]) -> StreamEvent:
-        position = {"output_index": len(self.items) - 1}
+        position = {"output_index": self._index}
         if "item" not in fields:
             position["item_id"] = self.items[-1]["id"]
         return {"type": kind, **position, **fields}
@@ -280,11 +286,12 @@ class ResponsesReply(Reply):
         model: ServingModel,
         engine: OpenEngine,
         scorer: Scorer,
+        metrics: Metrics,
         request: ResponsesRequest,
         parsed: ParsedRequest,
     ):
         """Submit the request; errors are as in `Reply`."""
-        super().__init__(FORMAT, model, engine, scorer, request, parsed)
+        super().__init__(FORMAT, model, engine, scorer, metrics, request, parsed)
         self._output = Output()
         self._responses_request = request
         self._sequence_number = 0
@@ -320,31 +327,19 @@ class ResponsesReply(Reply):
         """Yield the events of a stream; the last one has the whole reply."""
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response("in_progress")}
-        parsed, tokenizer = self._parsed, self._model.tokenizer
-        parser = chat.parser_for(
-            tokenizer,
-            parsed.prompt_of(0),
-            calls=parsed.tools.calls,
-            stop_texts=parsed.stops,
-        )
+        choice = ChatChoice(self._model.tokenizer, self._parsed, 0)
         seen = 0
         status = "completed"
-        text = None if parsed.top_logprobs is None else TextLogprobs(tokenizer, parsed)
+        wants_logprobs = self._parsed.top_logprobs is not None
         async for output in self._outputs(0):
-            if text is not None:
-                for events, logprobs in text.push(parser, output, seen):
-                    for event in self._output.push(events, logprobs):
-                        yield event
-            else:
-                for event in self._output.push(parser.push(output.token_ids[seen:])):
+            for events, logprobs in choice.read(output, seen):
+                for event in self._output.push(events, logprobs if wants_logprobs else None):
                     yield event
             seen = len(output.token_ids)
             if isinstance(output, Completion):
-                self.usage.add(output, parser.reasoning_tokens)
-                events = parser.finish(finish_reason(output))
-                for event in self._output.push(events, text and text.rest()):
-                    yield event
-                status = "completed" if output.finish_reason == "stop" else "incomplete"
+                self._count(output, choice)
+                if choice.parser.finish_reason == "length":
+                    status = "incomplete"
         for event in self._output.end(status):
             yield event
         items = self._output.items

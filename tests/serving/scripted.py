@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from itertools import cycle
 
@@ -21,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 class ScriptedEngine(FakeEngine):
-    """Gives each request the next of its replies, a step at a time.
+    """Gives each request the next of its replies, a step at a time. Token `i` has the log-probability -i.
 
     Attributes:
       replies: token ids of each.
@@ -53,12 +54,14 @@ class ScriptedEngine(FakeEngine):
             tokens = tokens[:keep]
             self.running[name] = request, steps + 1
             verified = (VERIFIED,) * len(lengths)
-            events.append(Update(name, tokens, lengths, verified))
+            asks = request.sampling.logprobs
+            logprobs = tuple(-float(i) for i in range(len(tokens))) if asks else None
+            events.append(Update(name, tokens, lengths, verified, logprobs))
             if keep is not None or count in (len(reply), request.max_new_tokens):
                 del self.running[name]
                 reason = "length" if keep is None and count < len(reply) else "stop"
-                done = Completion(name, tokens, reason, lengths, verify_lengths=verified)
-                events.append(done)
+                done = Completion(name, tokens, reason, lengths, logprobs=logprobs)
+                events.append(dataclasses.replace(done, verify_lengths=verified))
         return events
 
     def cancel(self, id: object) -> None:

@@ -244,7 +244,7 @@ def test_parts_of_characters_are_told_apart(family: Family) -> None:
     ids = [i for i in family.encode("😀") if "\ufffd" in formatter._token(i)]
     assert len(ids) >= 2
     assert bytes(b for i in ids for b in formatter._entry(i, -1.0)["bytes"]).decode() == "😀"
-    form = formatter.completion_logprobs(ids[:1], [-0.5], [((ids[0], -0.5), (ids[1], -3.0))], 0)
+    form = formatter.completion_logprobs(ids[:1], [-0.5], [((ids[0], -0.5), (ids[1], -3.0))], [0])
     assert form["top_logprobs"] == [{"\ufffd": -0.5}]
     whole = formatter._entry(tokenizer.encode("a")[-1], -1.0)
     assert bytes(whole["bytes"]).decode() == whole["token"]

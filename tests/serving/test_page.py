@@ -12,12 +12,13 @@ import pytest
 
 from jaxspec.engine.request import Completion, Request, Update
 from jaxspec.serving.chat_page import FILES, FOLDER
-from jaxspec.serving.parse_request import ServingModel
-from jaxspec.serving.reply_format import Usage
+from jaxspec.serving.parse_request import ParsedRequest, ServingModel
+from jaxspec.serving.reply_format import ChatChoice, Usage
 from jaxspec.serving.verify_steps import StepFormatter, StepSplitter
 from tests import tiny_pair as tiny
 from tests.serving.conftest import Live
 from tests.serving.test_server import WORDS, events, of_choice
+from tests.text.chat.models import QWEN
 
 TEXTS = {path: (FOLDER / name).read_text(encoding="utf-8") for path, name in FILES.items()}
 SCRIPTS = "".join(text for path, text in TEXTS.items() if path.endswith(".js"))
@@ -77,10 +78,13 @@ def test_tokens_are_split_into_steps_however_they_come() -> None:
     assert StepSplitter().push(3, ()) == [(1, 0)] * 3
     usage = Usage()
     done = Completion(0, (7,) * 8, "stop", lengths, verify_lengths=(3, 0, 3, 2))
-    usage.add(done, reasoning_tokens=2)
+    parsed = ParsedRequest(((1,),), (), 1, (), None)
+    choice = ChatChoice(QWEN.tokenizer, parsed, 0)
+    choice.parser.push(QWEN.encode("<think>ab"))
+    usage.add(done, choice)
     details = usage.to_json()["completion_tokens_details"]
     assert details == {
-        "reasoning_tokens": 2,
+        "reasoning_tokens": len(QWEN.encode("ab")),
         "accepted_prediction_tokens": 5,
         "rejected_prediction_tokens": 3,
     }

@@ -7,9 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from jaxspec.engine.request import Request, Update
-from jaxspec.serving.parse_request import ParsedRequest
-from jaxspec.serving.reply_format import TextLogprobs
+from jaxspec.engine.request import Update
+from jaxspec.serving.reply_format import AnswerLogprobs
 from jaxspec.serving.responses import LOGPROBS, Output, messages_of
 from jaxspec.text import chat
 from tests.serving.conftest import Live
@@ -65,6 +64,7 @@ def test_events_become_items() -> None:
         chat.ToolCallStart(1, "c2", "add"),
         chat.ToolCallArguments(1, "{"),
         chat.ToolCallBroken(1, "generation ended inside the call"),
+        chat.Text("add{"),
     ]
     output = Output()
     stream = [made for event in events for made in output.push([event])]
@@ -73,31 +73,32 @@ def test_events_become_items() -> None:
         ("reasoning", "completed"),
         ("message", "completed"),
         ("function_call", "completed"),
-        ("function_call", "incomplete"),
+        ("message", "completed"),
     ]
-    deltas = ["", "", "", ""]
+    deltas, ids = [""] * 5, dict[str, int]()
     for event in stream:
         if event["type"].endswith(".delta"):
             deltas[event["output_index"]] += event["delta"]
-            assert event["item_id"] == output.items[event["output_index"]]["id"]
-    assert deltas == ["I think", "So it is", '{"a":1}', "{"]
+            ids.setdefault(event["item_id"], event["output_index"])
+            assert ids[event["item_id"]] == event["output_index"]
+    assert deltas == ["I think", "So it is", '{"a":1}', "{", "add{"]
     assert output.items[2]["arguments"] == '{"a":1}'
     kinds = [event["type"] for event in stream]
-    assert (
-        kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
-    )
+    assert kinds.count("response.output_item.added") == 5
+    done = [e["item"] for e in stream if e["type"] == "response.output_item.done"]
+    assert done == output.items  # never the broken call
     added = [e["item"] for e in stream if e["type"] == "response.output_item.added"]
-    assert [item["status"] for item in added] == ["in_progress"] * 4
+    assert [item["status"] for item in added] == ["in_progress"] * 5
     assert added[0]["content"] == []
 
 
 def test_log_probabilities_are_told_once() -> None:
     """The text that was held back until the end may come in two pieces."""
-    parser = chat.parser_for(QWEN.tokenizer, stop_texts=["b\n#"])
-    parser.push(QWEN.encode("a b\n"))
+    parser = chat.parser_for(QWEN.tokenizer, stop_texts=["\n#"])
+    parser.push(QWEN.encode("a b\n\n"))
     events = parser.finish("length")
     assert len(events) == 2
-    output, entry = Output(), {"token": "b\n", "logprob": -1.0}
+    output, entry = Output(), {"token": "\n\n", "logprob": -1.0}
     stream = [*output.push(events, [entry])]
     assert output.items[0]["content"][0]["logprobs"] == [entry]
     assert [e for made in stream for e in made.get("logprobs", ())] == [entry]
@@ -109,20 +110,17 @@ def test_log_probabilities_are_those_of_the_text(family: Family) -> None:
     for name, reply in corpus(family).items():
         ids = tuple(family.encode(reply))
         event = Update(0, ids, logprobs=tuple(-float(i) for i in range(len(ids))))
-        parsed = ParsedRequest(((1,),), (Request((1,), 99, stop_ids=ids[-1:]),), 1, (), 0)
-        text_logprobs, parser = (
-            TextLogprobs(family.tokenizer, parsed),
-            chat.parser_for(family.tokenizer),
-        )
-        stream = list(text_logprobs.push(parser, event, 0))
-        stream.append((parser.finish("stop"), text_logprobs.rest()))
+        logprobs = AnswerLogprobs(family.tokenizer, 0)
+        parser = chat.parser_for(family.tokenizer)
+        stream = list(logprobs.push(parser, event, 0))
+        broken = parser.broken_calls
+        stream.append((parser.finish("stop"), logprobs.release(parser, broken)))
         text = "".join(e.text for events, _ in stream for e in events if isinstance(e, chat.Text))
         entries = [entry for _, entries in stream for entry in entries]
         places = [-entry["logprob"] for entry in entries]
         assert places == sorted(set(places)), name
-        written = family.tokenizer.decode([ids[int(index)] for index in places])
-        if name not in ("no call at all", "a call cut in its name"):  # which become text
-            assert written.replace("\n", "") == text.replace("\n", ""), name
+        written = bytes(byte for entry in entries for byte in entry["bytes"]).decode()
+        assert written.replace("\n", "") == text.replace("\n", ""), name
 
 
 @pytest.mark.parametrize("asks", [{"include": [LOGPROBS]}, {"top_logprobs": 2}])

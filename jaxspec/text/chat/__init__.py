@@ -18,7 +18,7 @@ from jaxspec.text.chat.events import (
 )
 from jaxspec.text.chat.parser import Format, Parser, format_of, parser_for
 from jaxspec.text.chat.template import render
-from jaxspec.text.chat.tools import FirstCall, ToolChoice, choose, force
+from jaxspec.text.chat.tools import FirstCall, StopText, ToolChoice, choose, force
 
 __all__ = [
     "Event",
@@ -26,6 +26,7 @@ __all__ = [
     "Format",
     "Parser",
     "Reasoning",
+    "StopText",
     "Text",
     "ToolCallArguments",
     "ToolCallBroken",

@@ -22,10 +22,14 @@ class Call(Protocol):
     Attributes:
       name: the tool's name, once it is known.
       done: whether the call is complete.
+      repaired: whether it was not well formed.
     """
 
     name: str | None
     done: bool
+
+    @property
+    def repaired(self) -> bool: ...
 
     def feed(self, unit: str) -> None:
         """Read a character, or `QUOTE`. Raises `Malformed` if no call can continue with it."""
@@ -33,6 +37,10 @@ class Call(Protocol):
 
     def take(self) -> str:
         """Return the arguments' JSON text since the last call; empty until `name` is known."""
+        ...
+
+    def close(self) -> None:
+        """Complete the call, whose text is over. Raises `Malformed` if more than brackets lack."""
         ...
 
 
@@ -60,6 +68,18 @@ class GemmaCall:
         """Return the JSON text of the arguments since the last call."""
         return self._arguments.take()
 
+    @property
+    def repaired(self) -> bool:
+        """True if the arguments were not well formed."""
+        return self._arguments.repaired
+
+    def close(self) -> None:
+        """Complete the call, whose text is over."""
+        if self.name is None:
+            raise Malformed("the call has no arguments")
+        self._arguments.close()
+        self.done = True
+
     def _named(self) -> str:
         match = _HEADER.fullmatch(self._header.strip())
         if match is None:
@@ -77,7 +97,7 @@ class HermesCall:
     def __init__(self) -> None:
         """Make a reader."""
         self.name: str | None = None
-        self.done = False
+        self.done = self.repaired = False
         # What comes next: open, first key, key, in key, colon, value, after.
         self._state = "open"
         self._seen: set[str] = set()
@@ -104,16 +124,31 @@ class HermesCall:
         if not unit.isspace():
             self._structure(unit)
 
+    def close(self) -> None:
+        """Complete the call, whose text is over."""
+        if self._state == "value":
+            self._value.close()
+            self._take_value()
+        if self._state != "after":
+            raise Malformed("the text ended inside the call")
+        self._finish()
+        self.repaired = True
+
     def _feed_value(self, unit: str) -> bool:
         """Return whether the character belongs to the value that is being read."""
         if self._streams is None and not unit.isspace():
             self._streams = self._key == "arguments" and unit == "{"
         belongs = self._value.feed(unit)
+        self._take_value()
+        return belongs
+
+    def _take_value(self) -> None:
+        """Take the new text of the value that is being read, and end the value if it is done."""
         if self._streams:
             self._arguments.append(self._value.take())
         if self._value.done:
+            self.repaired |= self._value.repaired
             self._end_value(self._value.take())
-        return belongs
 
     def _end_value(self, text: str) -> None:
         if self._state == "in key":
@@ -136,14 +171,15 @@ class HermesCall:
         match self._state:
             case "open" if unit == "{":
                 self._state = "first key"
-            case "key" | "first key" if unit == '"':
+            case "key" | "first key" if unit in ('"', "'"):
                 self._state, self._value, self._streams = "in key", Value(bare=False), False
                 self._value.feed(unit)
             case "colon" if unit == ":":
                 self._state, self._value, self._streams = "value", Value(bare=False), None
             case "after" if unit == ",":
                 self._state = "key"
-            case "after" | "first key" if unit == "}":
+            case "after" | "first key" | "key" if unit == "}":
+                self.repaired |= self._state == "key"  # a comma before it
                 self._finish()
             case _:
                 raise Malformed(f"found {unit!r} in a call that should be an object of JSON")

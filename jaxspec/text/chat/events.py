@@ -52,6 +52,8 @@ class ToolCallEnd:
 class ToolCallBroken:
     """A tool call has begun and will never be complete. It must not be presented as a call.
 
+    The `Text` behind it is what the model wrote.
+
     Attributes:
       why: the error in it, or that generation ended inside it.
     """

@@ -1,19 +1,20 @@
 """The tools of a request: those that the model may call, and those that it must call.
 
 `choose` reads `tools` and `tool_choice`. `force` makes the model begin with a call, and `FirstCall`
-ends a reply behind one. They need no grammar. A choice that needs one is refused by name.
+ends a reply behind one, as `StopText` does at a stop text. They need no grammar. A choice that needs
+one is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.options import FieldError, shown
 from jaxspec.text.chat.calls import NAME
-from jaxspec.text.chat.events import ToolCallEnd
-from jaxspec.text.chat.parser import format_of, parser_for
+from jaxspec.text.chat.events import Event, ToolCallEnd
+from jaxspec.text.chat.parser import Parser, format_of, parser_for
 from jaxspec.tokenizer import Tokenizer
 
 
@@ -116,12 +117,12 @@ def force(tokenizer: Tokenizer, prompt: Sequence[int], name: str) -> list[int]:
     return [*ids, *tokenizer.encode_rendered(text)]
 
 
-class FirstCall:
-    """Ends a reply behind its first complete call, as the `Request.stop_at` of one request."""
+class _End:
+    """The end of one reply, found in its events. It is the `Request.stop_at` of one request."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
-        self._begin = lambda: parser_for(tokenizer, prompt)
-        self._parser, self._seen = self._begin(), 0
+    def __init__(self, begin: Callable[[], Parser]):
+        self._begin = begin
+        self._parser, self._seen = begin(), 0
 
     def __call__(self, token_ids: Sequence[int]) -> int | None:
         """Return the number of tokens to keep of the reply so far; None: it goes on."""
@@ -129,9 +130,38 @@ class FirstCall:
             self._parser, self._seen = self._begin(), 0
         for token_id in token_ids[self._seen :]:
             self._seen += 1
-            if any(isinstance(e, ToolCallEnd) for e in self._parser.push((token_id,))):
+            if self._is_over(self._parser.push((token_id,))):
                 return self._seen
         return None
+
+    def _is_over(self, events: Sequence[Event]) -> bool:
+        raise NotImplementedError
+
+
+class FirstCall(_End):
+    """Ends a reply behind its first complete call."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        super().__init__(lambda: parser_for(tokenizer, prompt))
+
+    def _is_over(self, events: Sequence[Event]) -> bool:
+        return any(isinstance(event, ToolCallEnd) for event in events)
+
+
+class StopText(_End):
+    """Ends a reply where its answer has a stop text. Reasoning and tool calls may have it.
+
+    Args:
+      calls: as for `parser_for`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop_texts: Sequence[str], *, calls: bool
+    ):
+        super().__init__(lambda: parser_for(tokenizer, prompt, calls=calls, stop_texts=stop_texts))
+
+    def _is_over(self, events: Sequence[Event]) -> bool:
+        return self._parser.stop_text is not None
 
 
 def _declared(tools: Any) -> tuple[dict[str, Any], ...]:

@@ -3,19 +3,25 @@
 Two notations are read. One is JSON. The other is Gemma 4's, in which keys are bare words and a
 string stands between two quote tokens: `{city:<|"|>Oslo<|"|>,days:3}`. The output so far is always
 the beginning of valid JSON, so it can be streamed.
+
+Slips of a model are repaired where they leave no doubt: a comma before a closing bracket, words and
+quotes of Python, a backslash that escapes nothing, and brackets that are missing at the end.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 QUOTE = '<|"|>'
 """Stands for Gemma's quote token among characters. It is one unit, and never part of a string."""
 
 _SPACE = " \t\n\r"
 _LITERAL = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]"}
+_HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 
 
 class Malformed(Exception):
@@ -27,6 +33,7 @@ class Value:
 
     Attributes:
       done: whether the value is complete.
+      repaired: whether it was not well formed.
     """
 
     def __init__(self, *, bare: bool):
@@ -36,11 +43,11 @@ class Value:
           bare: whether the notation is Gemma's: bare keys, quote tokens, and bare words as strings,
             except numbers, true, false and null.
         """
-        self.done = False
+        self.done = self.repaired = False
         self._bare = bare
         self._open: list[str] = []  # the brackets that are open, outermost first
-        # What may come next: value, item (or "]"), key, first key (or "}"), colon, after (a value);
-        # or what is being read: string, word.
+        # What may come next: value, item (or "]"), key, first key (or "}"), colon, after (a value),
+        # after a comma; or what is being read: string, word.
         self._state = "value"
         self._is_key = False  # of the string or word that is being read
         self._quote = ""  # what ends the string that is being read
@@ -75,8 +82,42 @@ class Value:
                 self._structure(unit)
         return True
 
+    def close(self) -> None:
+        """Close the brackets that are open, because the text is over.
+
+        Raises:
+          Malformed: more than brackets is missing.
+        """
+        if self._state == "word" and not self._is_key:
+            self._end_word()
+        while self._open and self._state in ("after", "first key", "item"):
+            self._close()
+        if not self.done:
+            raise Malformed("the text ended inside a value")
+        self.repaired = True
+
+    @property
+    def can_end(self) -> bool:
+        """True if `ending` would make JSON of what was read. A string may end anywhere."""
+        if self._state == "string":
+            return not self._is_key and not self._part
+        return self._state in ("after", "first key", "item")
+
+    @property
+    def ending(self) -> str:
+        """The quote and the brackets that end what was read."""
+        brackets = "".join(_CLOSING[bracket] for bracket in reversed(self._open))
+        return ('"' if self._state == "string" else "") + brackets
+
     def _structure(self, unit: str) -> None:
         """Read a character outside strings and words."""
+        if self._state == "after a comma":
+            self._state = "after"
+            if unit == _CLOSING[self._open[-1]]:
+                self.repaired = True
+            else:
+                self._written.append(",")
+                self._state = "key" if self._open[-1] == "{" else "value"
         match self._state:
             case "item" if unit == "]":
                 self._close()
@@ -92,8 +133,7 @@ class Value:
                 self._written.append(":")
                 self._state = "value"
             case "after" if unit == ",":
-                self._written.append(",")
-                self._state = "key" if self._open[-1] == "{" else "value"
+                self._state = "after a comma"
             case "after" if unit == _CLOSING[self._open[-1]]:
                 self._close()
             case state:
@@ -121,10 +161,11 @@ class Value:
         self._state = "after"
 
     def _begins_string(self, unit: str) -> bool:
-        return unit == '"' or (self._bare and unit == QUOTE)
+        return unit == '"' or unit == (QUOTE if self._bare else "'")
 
     def _begin_string(self, unit: str, *, is_key: bool) -> None:
         self._written.append('"')
+        self.repaired |= unit == "'"
         self._quote, self._is_key, self._part = unit, is_key, ""
         self._state = "string"
 
@@ -139,24 +180,31 @@ class Value:
                 self._end_value()
         elif unit == QUOTE:
             raise Malformed("found a quote token inside a string of JSON")
-        elif unit == "\\" and self._quote == '"':
+        elif unit == "\\" and self._quote != QUOTE:
             self._part = unit
         else:
             self._written.append(_escaped(unit))
 
     def _escape(self, unit: str) -> None:
         """Read on after a backslash in a string of JSON."""
-        self._part += unit
-        hexadecimal = self._part[2:]
-        if self._part[1] != "u":
-            if unit == QUOTE or unit not in '"\\/bfnrt':
-                raise Malformed(f"found {self._part!r}, which is no escape of JSON")
-        elif hexadecimal.strip("0123456789abcdefABCDEF"):
-            raise Malformed(f"found {self._part!r}, which is no escape of JSON")
-        elif len(hexadecimal) < 4:
+        begun, self._part = self._part, self._part + unit
+        if begun != "\\":  # a character's number
+            if len(self._part) < 6 and unit in _HEXADECIMAL:
+                return
+            is_escape = unit in _HEXADECIMAL
+        elif unit == "u":
             return
-        self._written.append(self._part)
-        self._part = ""
+        elif unit == "'":
+            self._part, is_escape, self.repaired = unit, True, True
+        else:
+            is_escape = unit != QUOTE and unit in '"\\/bfnrt'
+        if is_escape:
+            self._written.append(self._part)
+            self._part = ""
+        else:  # the backslash means itself, as in a regular expression or a path
+            self._written.append("\\" + begun)
+            self._part, self.repaired = "", True
+            self._in_string(unit)
 
     def _begin_word(self, unit: str, *, is_key: bool) -> None:
         self._part, self._is_key, self._state = unit, is_key, "word"
@@ -170,6 +218,8 @@ class Value:
 
     def _end_word(self) -> None:
         word = self._part.strip()
+        if word in _PYTHON and not self._is_key:
+            word, self.repaired = _PYTHON[word], True
         is_literal = _LITERAL.fullmatch(word) is not None
         if not is_literal and not self._bare:
             raise Malformed(f"found {word!r} where a value of JSON was expected")
@@ -180,6 +230,24 @@ class Value:
             self._state = "colon"
         else:
             self._end_value()
+
+
+def begun_object(text: str) -> dict[str, Any] | None:
+    """Return the object that JSON text begins, as far as it goes; None if it begins none."""
+    value, end, rest = Value(bare=False), 0, None
+    try:
+        for index, unit in enumerate(text, 1):
+            if value.done or not value.feed(unit):
+                return None
+            if value.can_end:
+                end = index
+        value = Value(bare=False)
+        for unit in text[:end]:
+            value.feed(unit)
+        rest = json.loads(value.take() + value.ending)
+    except (Malformed, ValueError, RecursionError):
+        return None
+    return rest if isinstance(rest, dict) else None
 
 
 def _escaped(text: str) -> str:
