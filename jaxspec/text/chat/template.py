@@ -2,16 +2,21 @@
 
 Templates accept less than the protocol allows, and fail late or silently. Messages are therefore
 brought to one form first: the content is a string, arguments of tool calls are values instead of
-JSON text, and `developer` is `system`.
+JSON text, `developer` is `system`, and results of tools follow their calls. A result that a template
+would leave out is refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxspec.options import FieldError, shown
+from jaxspec.text.chat.declarations import for_gemma
+from jaxspec.text.chat.parser import GEMMA4, format_of
+from jaxspec.text.chat.values import begun_object
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -75,14 +80,16 @@ def render(
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise FieldError("messages", f"is {shown(messages)}; expected a list of messages")
     normal = [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    fields = {id(message): f"messages[{i}]" for i, message in enumerate(normal)}
+    normal = _paired(normal)
+    declared = [dict(tool) for tool in tools or ()]
+    if format_of(tokenizer) is GEMMA4:
+        declared = [for_gemma(tool) for tool in declared]
+    options = {"add_generation_prompt": add_generation_prompt, **chat_template_kwargs}
     try:
-        text = tokenizer.render_chat(
-            normal,
-            tools=[dict(tool) for tool in tools] if tools else None,
-            add_generation_prompt=add_generation_prompt,
-            **chat_template_kwargs,
-        )
-    except TokenizerError:
+        text = tokenizer.render_chat(normal, tools=declared or None, **options)
+        _refuse_to_drop(tokenizer, normal, fields, tools=declared or None, **options)
+    except (FieldError, TokenizerError):
         raise
     # A template is a program that runs on a client's input. An invalid schema, or values nested so
     # deeply that it recurses too far, can raise anything.
@@ -93,6 +100,104 @@ def render(
     return list(tokenizer.encode_rendered(text))
 
 
+@dataclass
+class _Made:
+    """A call of the history.
+
+    Attributes:
+      owner: number of the message that makes it.
+      cut: text of its arguments, if they are cut.
+    """
+
+    call: dict[str, Any]
+    owner: int
+    cut: str | None
+    is_answered: bool = False
+
+
+def _paired(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which the results of tools follow directly behind their calls.
+
+    A call whose arguments are cut becomes text of its message, unless it has a result.
+    """
+    made: list[_Made] = []
+    results: dict[int, list[int]] = {}  # numbers of messages, by the owner of their calls
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            call.setdefault("id", f"call_{len(made)}")
+            made.append(_Made(call, number, call.pop("cut", None)))
+        if message["role"] == "tool" and (answered := _call_of(message, made)) is not None:
+            answered.is_answered = True
+            message["tool_call_id"] = answered.call["id"]
+            message.setdefault("name", answered.call["function"]["name"])
+            results.setdefault(answered.owner, []).append(number)
+    for one in made:
+        if one.cut is not None and not one.is_answered:
+            _make_text(messages[one.owner], one.call, one.cut)
+    moved = {number for numbers in results.values() for number in numbers}
+    order = [n for i in range(len(messages)) if i not in moved for n in (i, *results.get(i, ()))]
+    return [messages[number] for number in order]
+
+
+def _call_of(result: Mapping[str, Any], made: Sequence[_Made]) -> _Made | None:
+    """Return the call that a result answers: the newest of its id, else the first that waits."""
+    if (wanted := result.get("tool_call_id")) is not None:
+        return next((one for one in reversed(made) if one.call["id"] == wanted), None)
+    name = result.get("name")
+    for one in made:
+        if not one.is_answered and name in (None, one.call["function"]["name"]):
+            return one
+    return None
+
+
+def _make_text(message: dict[str, Any], call: Mapping[str, Any], cut: str) -> None:
+    """Make a call text of its message. A reply of ours has told the text of it already."""
+    message["tool_calls"] = [other for other in message["tool_calls"] if other is not call]
+    if not message["tool_calls"]:
+        del message["tool_calls"]
+    name, content = call["function"]["name"], message["content"]
+    if f'"{name}"' not in content and f"call:{name}{{" not in content:
+        message["content"] = f"{content}\n{name}{cut}".strip()
+
+
+def _refuse_to_drop(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    fields: Mapping[int, str],
+    **options: Any,
+) -> None:
+    """Refuse results, and later system messages, that the template leaves out of the prompt.
+
+    Args:
+      fields: names of the messages in errors, by `id`.
+
+    Raises:
+      FieldError: a message would be nowhere in the prompt.
+    """
+    probes: dict[int, str] = {}
+    probed: list[Mapping[str, Any]] = []
+    for number, message in enumerate(messages):
+        is_probed = message["role"] == "tool" or (message["role"] == "system" and number > 0)
+        if is_probed and message["content"].strip():
+            probes[number] = f"the text of message {number} stands here"
+            message = {**message, "content": probes[number]}
+        probed.append(message)
+    text = tokenizer.render_chat(probed, **options) if probes else ""
+    for number, probe in probes.items():
+        message = messages[number]
+        if probe in text:
+            continue
+        if message["role"] == "system":
+            why = "is a system message that the chat template leaves out; put it first"
+        else:
+            why = (
+                f"is the result of {shown(message.get('tool_call_id') or message.get('name'))}, of "
+                "which these messages have no call, and the chat template leaves it out; keep a "
+                "result and its call together, or leave out both"
+            )
+        raise FieldError(fields[id(message)], why)
+
+
 def _message(field: str, message: Any) -> dict[str, Any]:
     """Return a message as templates expect it."""
     if not isinstance(message, Mapping):
@@ -101,7 +206,7 @@ def _message(field: str, message: Any) -> dict[str, Any]:
     if role not in _ROLES:
         raise FieldError(f"{field}.role", f"is {shown(role)}; expected one of {', '.join(_ROLES)}")
     content = message.get("content")
-    if content is None and role != "assistant":
+    if content is None and role not in ("assistant", "tool"):
         raise FieldError(f"{field}.content", "is missing; expected text")
     # Qwen3's template leaves out messages of unknown roles, and developer is unknown to it.
     out: dict[str, Any] = {
@@ -154,23 +259,31 @@ def _call(field: str, call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise FieldError(field, f"is {shown(call)}; expected an object with function")
     name = _string(f"{field}.function.name", function.get("name"))
-    arguments = _arguments(f"{field}.function.arguments", function.get("arguments"))
+    arguments, cut = _arguments(f"{field}.function.arguments", function.get("arguments"))
     out = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return out if call.get("id") is None else {"id": _string(f"{field}.id", call["id"]), **out}
+    if call.get("id") is not None:
+        out = {"id": _string(f"{field}.id", call["id"]), **out}
+    return out if cut is None else {**out, "cut": cut}
 
 
-def _arguments(field: str, arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call as values. The protocol has them as JSON text."""
+def _arguments(field: str, arguments: Any) -> tuple[dict[str, Any], str | None]:
+    """Return the arguments of a call as values, and their text if it is cut.
+
+    The protocol has them as JSON text. A stream of a call that breaks ends within that text.
+    """
+    cut = None
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}", parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise FieldError(field, f"is no valid JSON: {error}") from None
+            if (begun := begun_object(arguments)) is None:
+                raise FieldError(field, f"is no valid JSON: {error}") from None
+            cut, arguments = arguments, begun
     if arguments is None:
-        return {}
+        return {}, None
     if not isinstance(arguments, Mapping):
         raise FieldError(field, f"is {shown(arguments)}; expected the JSON text of an object")
-    return dict(arguments)
+    return dict(arguments), cut
 
 
 def _string(field: str, value: Any) -> str:

@@ -10,11 +10,13 @@ import pytest
 
 from jaxspec.options import FieldError
 from jaxspec.text.chat import FirstCall, choose, force, merged, message_of, parser_for, render
+from jaxspec.text.chat.declarations import for_gemma
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from tests.text.chat.models import GEMMA, QWEN, Family, corpus, parse
 
-# What matters of the two templates, and no more: BOS; how turns, thoughts, calls and results are written;
-# that arguments must be values; that reasoning before the user's last message is left out.
+# What matters of the two templates, and no more: BOS; how turns, thoughts, calls, results and parameters
+# are written; that results are found by looking behind a call, and what is written of a parameter; that
+# arguments must be values; that reasoning before the user's last message is left out.
 GEMMA_TEMPLATE = """
 {%- macro value(v) -%}
 {%- if v is none -%}null{%- elif v is string -%}<|"|>{{ v }}<|"|>{%-
@@ -24,30 +26,50 @@ GEMMA_TEMPLATE = """
 {%- elif v is sequence -%}[{%- for x in v %}{{ value(x) }}{{ ',' if not loop.last }}{% endfor -%}]
 {%- else -%}{{ v }}{%- endif -%}
 {%- endmacro -%}
-<bos>{% if tools or enable_thinking -%}<|turn>system
-{{ '<|think|>' if enable_thinking }}{%
-  for t in tools or [] %}[{{ t.function.name }}:{{ t.function.description }}]{% endfor %}<turn|>
+{%- macro parameters(properties) -%}
+{%- for k, p in properties | dictsort -%}
+{{ k }}:{description:{{ value(p['description'] or '') }}
+{%- if p['type'] | upper == 'STRING' and p['enum'] %},enum:{{ value(p['enum']) }}{% endif -%}
+{%- if p['type'] | upper == 'ARRAY' and p['items'] is mapping %},items:{{ value(p['items']) }}{% endif -%}
+{{ ',nullable:true' if p['nullable'] }}
+{%- if p['type'] | upper == 'OBJECT' -%}
+,properties:{ {{- parameters(p['properties'] if p['properties'] is mapping else p) -}} }
+{%- endif -%}
+,type:{{ p['type'] | upper }}}
+{%- endfor -%}
+{%- endmacro -%}
+<bos>{% if tools or enable_thinking or messages[0].role == 'system' -%}<|turn>system
+{{ '<|think|>' if enable_thinking }}{{ messages[0].content if messages[0].role == 'system' }}{%
+  for t in tools or [] %}[{{ t.function.name }}:{{ t.function.description }}{
+    {{- parameters((t.function.parameters or {}).properties or {}) }}}]{% endfor %}<turn|>
 {% endif -%}
-{% set last = namespace(user=-1, role='') -%}
+{% set last = namespace(user=-1, role='', found=false) -%}
 {% for m in messages if m.role == 'user' %}{% set last.user = messages.index(m) %}{% endfor -%}
-{% for m in messages -%}
-  {% if m.role == 'tool' -%}
-    <|tool_response>response:{{ m.name or 'unknown' }}{value:{{ value(m.content) }}}<tool_response|>
-  {%- else -%}
+{% for m in messages if m.role not in ('tool', 'system') -%}
+    {% set place = messages.index(m) -%}
     {% if not (m.role == 'assistant' and last.role == 'tool') -%}<|turn>{{
       'model' if m.role == 'assistant' else m.role }}
 {% endif -%}
-    {% if m.reasoning and loop.index0 > last.user %}<|channel>thought
+    {% set last.role = m.role -%}
+    {% if m.reasoning and place > last.user %}<|channel>thought
 {{ m.reasoning }}
 <channel|>{% endif -%}
     {% for c in m.tool_calls or [] -%}
       {% if c.function.arguments is not mapping %}{{ raise_exception('arguments must be a mapping') }}{% endif -%}
       <|tool_call>call:{{ c.function.name }}{{ value(c.function.arguments) }}<tool_call|>
     {%- endfor -%}
-    {{ m.content | trim }}{% if not m.tool_calls %}<turn|>
+    {%- set last.found = m.tool_calls -%}
+    {% for t in messages[place + 1:] -%}
+      {%- if t.role != 'tool' %}{% set last.found = false %}{% endif -%}
+      {%- if last.found -%}
+        {%- set named = namespace(name='unknown') -%}
+        {%- for c in m.tool_calls if c.id == t.tool_call_id %}{% set named.name = c.function.name %}{% endfor -%}
+        <|tool_response>response:{{ named.name }}{value:{{ value(t.content) }}}<tool_response|>
+        {%- set last.role = 'tool' -%}
+      {%- endif -%}
+    {%- endfor -%}
+    {{ m.content | trim }}{% if last.role != 'tool' %}<turn|>
 {% endif -%}
-  {% endif -%}
-  {% set last.role = m.role -%}
 {% endfor -%}
 {% if add_generation_prompt and last.role != 'tool' -%}<|turn>model
 {% if not enable_thinking %}<|channel>thought
@@ -112,6 +134,155 @@ def test_arguments_are_decoded_before_the_template_sees_them() -> None:
     assert "call:weather{a:1}" in text_of(GEMMA, [USER, called({"a": 1})])
 
 
+def result(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": content, **more}
+
+
+def test_results_follow_their_calls() -> None:
+    """Gemma's template looks for them there, and left out all others without a word."""
+    hurry = {"role": "user", "content": "hurry"}
+    told = '<tool_call|><|tool_response>response:weather{value:<|"|>b c<|"|>}<tool_response|>'
+    answer = result("b c", tool_call_id="1")
+    for history in (
+        [USER, called("{}"), answer],
+        [USER, called("{}"), hurry, answer],
+        [USER, called("{}"), hurry, {"role": "assistant", "content": "soon"}, answer, USER],
+        [USER, called("{}"), hurry, result("b c")],
+        [USER, called("{}"), answer, USER, called('{"a": 1}'), hurry, answer],
+    ):
+        for family in (GEMMA, QWEN):
+            rendered = text_of(family, history)
+            assert "b c" in rendered
+        assert told in text_of(GEMMA, history)
+    assert text_of(GEMMA, [USER, called("{}"), hurry, answer]).index("b c") < 130
+
+
+def test_results_without_ids_are_those_of_the_calls_in_order() -> None:
+    message = called("{}")
+    message["tool_calls"].append({"function": {"name": "time", "arguments": "{}"}})
+    for call in message["tool_calls"]:
+        call.pop("id", None)
+    rendered = text_of(GEMMA, [USER, message, result("b"), result(None), USER])
+    assert 'response:weather{value:<|"|>b<|"|>}' in rendered
+    assert 'response:time{value:<|"|><|"|>}' in rendered
+    rendered = text_of(GEMMA, [USER, message, result("b", name="time"), result("c"), USER])
+    assert 'response:time{value:<|"|>b<|"|>}' in rendered
+    assert 'response:weather{value:<|"|>c<|"|>}' in rendered
+
+
+def test_what_a_template_would_leave_out_is_refused() -> None:
+    """A history whose beginning was cut off has results without calls."""
+    late = {"role": "system", "content": "c"}
+    for history, field, say in (
+        ([USER, result("b", tool_call_id="9")], "messages[1]", "result of '9'.*have no call"),
+        ([USER, called("{}"), USER, result("b", tool_call_id="9")], "messages[3]", "'9'"),
+        ([USER, late], "messages[1]", "system message.*put it first"),
+    ):
+        with pytest.raises(FieldError, match=say) as caught:
+            render(tokenizer_of(GEMMA), history)
+        assert caught.value.field == field
+        render(tokenizer_of(QWEN), history)
+
+
+def test_a_call_that_a_stream_cut_is_taken_back() -> None:
+    """Its arguments are the beginning of JSON. With a result it stays a call; else it is text."""
+    cut = '{"city": "Os\\nlo", "days": [1, {"a'
+    call = called(cut)
+    for family in (GEMMA, QWEN):
+        rendered = text_of(family, [USER, call, USER])
+        assert f"weather{cut}" in rendered
+        mark = family.format.markers["call"]
+        assert mark not in rendered
+        told = {**call, "content": 'so {"name": "weather", "arguments": {"city": '}
+        assert f"weather{cut}" not in text_of(family, [USER, told, USER])
+        rendered = text_of(family, [USER, call, result("no", tool_call_id="1"), USER])
+        wanted = {"city": "Os\nlo", "days": [1, {}]}
+        again = parse(family, family.encode(rendered[rendered.index(mark) :]), [])[0]
+        made = message_of(again).get("tool_calls", [])
+        assert [json.loads(c["function"]["arguments"]) for c in made] == [wanted]
+
+
+# Parameters, and what Gemma's prompt says of them.
+DECLARATIONS: list[tuple[Any, str]] = [
+    (
+        {"type": "string", "enum": ["a"]},
+        'x:{description:<|"|><|"|>,enum:[<|"|>a<|"|>],type:STRING}',
+    ),
+    ({"type": ["integer", "null"]}, 'x:{description:<|"|><|"|>,nullable:true,type:INTEGER}'),
+    ({"type": ["integer", "string"]}, "type:INTEGER | STRING}"),
+    ({"anyOf": [{"type": "number"}, {"type": "null"}]}, ",nullable:true,type:NUMBER}"),
+    (
+        {"$ref": "#/$defs/Size", "description": "s"},
+        '<|"|>s<|"|>,enum:[<|"|>b<|"|>,<|"|>c<|"|>],type:STRING}',
+    ),
+    (
+        {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+        '<|"|>c<|"|>],nullable:true,type:STRING}',
+    ),
+    ({"allOf": [{"$ref": "#/$defs/Place"}]}, "properties:{city:{"),
+    ({"enum": [1, 2]}, 'description:<|"|>One of: 1, 2.<|"|>,type:INTEGER}'),
+    (
+        {"type": "integer", "enum": [1, None], "description": "n"},
+        '<|"|>n One of: 1.<|"|>,type:INTEGER}',
+    ),
+    ({"const": "k"}, 'enum:[<|"|>k<|"|>],type:STRING}'),
+    ({"oneOf": [{"const": "k"}, {"enum": ["m"]}]}, 'enum:[<|"|>k<|"|>,<|"|>m<|"|>],type:STRING}'),
+    ({"anyOf": [{"type": "integer"}, {"type": "boolean"}]}, "type:INTEGER | BOOLEAN}"),
+    (
+        {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "string"}]},
+        '"properties": {"city": {"type": "string"}}',
+    ),
+    (
+        {"type": "array", "items": {"$ref": "#/$defs/Size"}},
+        'items:{enum:[<|"|>b<|"|>,<|"|>c<|"|>],type:',
+    ),
+    (
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        'Other values: {"type": "integer"}.',
+    ),
+    ({"type": "object", "additionalProperties": False}, ",properties:{},type:OBJECT}"),
+    ({"properties": {"y": {"type": "null"}}}, ",properties:{y:{"),
+    ({"$ref": "#/$defs/Tree"}, "The same form as Tree."),
+]
+
+
+@pytest.mark.parametrize(("parameter", "wanted"), DECLARATIONS)
+def test_gemma_s_prompt_has_the_types_of_parameters(parameter: Any, wanted: str) -> None:
+    """Its template writes one type, and enums of strings. Qwen's writes the schema as it is."""
+    schema = {
+        "properties": {"x": parameter},
+        "$defs": {
+            "Size": {"type": "string", "enum": ["b", "c"]},
+            "Place": {"type": "object", "properties": {"city": {"type": "string"}}},
+            "Tree": {"type": "object", "properties": {"inner": {"$ref": "#/$defs/Tree"}}},
+        },
+    }
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": "", "parameters": schema}}
+    ]
+    before = json.dumps(tools)
+    assert wanted in text_of(GEMMA, [USER], tools)
+    assert json.dumps(parameter) in text_of(QWEN, [USER], tools)
+    assert json.dumps(tools) == before
+
+
+def test_a_declaration_that_cannot_be_written_is_refused() -> None:
+    wide = {f"t{i}": {"anyOf": [{"$ref": f"#/$defs/t{i + 1}"}] * 3} for i in range(30)}
+    wide["t30"] = {}
+    for parameters, say in (
+        ({"properties": {"x": {"$ref": "other.json"}}}, "f, whose schema refers to 'other.json'"),
+        ({"properties": {"x": {"$ref": "#/$defs/y"}}}, "refers to '#/\\$defs/y'"),
+        ({"properties": {"x": {"$ref": "#/$defs/t0"}}, "$defs": wide}, "more than 10000 schemas"),
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        with pytest.raises(FieldError, match=say) as caught:
+            render(tokenizer_of(GEMMA), [USER], choose([tool]).tools)
+        assert caught.value.field == "tools"
+    plain = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 1}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": plain}}
+    assert for_gemma(tool) == tool
+
+
 def test_content_parts_are_joined_and_developer_is_system() -> None:
     """Qwen's template leaves a developer's message out without a word."""
     parts = [{"type": "text", "text": "a b"}, {"type": "input_text", "text": "c"}]
@@ -174,7 +345,7 @@ def test_earlier_reasoning_reaches_the_template() -> None:
             "this server reads text only",
         ),
         ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0]", "with type"),
-        ([USER, called("{")], "messages[1].tool_calls[0].function.arguments", "no valid JSON"),
+        ([USER, called('{"a" 1')], "messages[1].tool_calls[0].function.arguments", "no valid JSON"),
         ([USER, called('{"a": NaN}')], "messages[1].tool_calls[0].function.arguments", "NaN"),
         ([USER, called("[1]")], "messages[1].tool_calls[0].function.arguments", "an object"),
         ([USER, called("[" * 100_000)], "messages[1].tool_calls[0].function.arguments", "JSON"),
@@ -230,7 +401,7 @@ def test_tool_choice_says_who_hears_of_the_tools() -> None:
     assert choose(both, named).forced == choose(both, flat).forced == "time"
     assert choose([{"type": "function", "name": "f"}]).tools[0]["function"]["name"] == "f"
     # Gemma's template writes the description whether there is one or not.
-    assert "[weather:]" in text_of(GEMMA, [USER], tools=auto.tools)
+    assert "[weather:{}]" in text_of(GEMMA, [USER], tools=auto.tools)
 
 
 @pytest.mark.parametrize(
