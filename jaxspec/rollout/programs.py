@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -98,17 +99,20 @@ class RolloutPrograms:
         """Number of programs that are whole calls."""
         return sum(name == "generate" for name, *_ in self.compiled)
 
-    def get(self, name: str, mesh: Mesh, weights: tuple[Any, ...], *inputs: Any) -> Any:
+    def get(
+        self, name: str, mesh: Mesh, placement: Hashable, weights: tuple[Any, ...], *inputs: Any
+    ) -> Any:
         """Return the program of a function of `_FUNCTIONS`, compiled if it is new.
 
         Args:
           mesh: the devices. If it is the default device alone, results are uncommitted, as JAX's
             own are. Committed ones would compile the caller's programs twice, the second time for
             weights that an update had made committed.
+          placement: shardings of the weights on a mesh of several devices.
         """
         alone = mesh.size == 1
         leaves, tree = jax.tree.flatten(inputs)
-        shardings = None if alone else tuple(x.sharding for x in leaves)
+        shardings = None if alone else (placement, *(x.sharding for x in leaves))
         key = (name, mesh, tree, tuple((x.shape, x.dtype) for x in leaves), shardings)
         if key not in self.compiled:
             check_jax_settings()

@@ -325,7 +325,7 @@ class Sampler:
         self, name: str, mesh: Mesh, weights: tuple[Params, Params | None], *inputs: Any
     ) -> Any:
         """Call a program."""
-        program = self._programs.get(name, mesh, weights, *inputs)
+        program = self._programs.get(name, mesh, self._known.placement, weights, *inputs)
         try:
             return program(*weights, *inputs)
         except TypeError:

@@ -173,6 +173,9 @@ class Runtime:
     ):
         self.spec = spec
         self.mesh = mesh_of(target=target_params, drafter=drafter_params)
+        self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
+        self._target_params: Params = {}
+        self._drafter_params: Params | None = None
         self.target_params, self.drafter_params = target_params, drafter_params
         self.batch_size = batch_size
         self.cache_length, self.read_ahead = cache_length, read_ahead
@@ -182,7 +185,6 @@ class Runtime:
             spec.target, rows, self.mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
         )
         self.programs = Programs() if programs is None else programs
-        self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()
         self.small_batches: tuple[int, ...] = ()  # rows of compiled small-batch programs
         self._compiler: Compiler | None = None  # in `compiling_in_background`
@@ -204,7 +206,7 @@ class Runtime:
     def target_params(self, params: Any) -> None:
         params = flat_params(params, self.spec.target)
         self.spec.target.check(params)
-        self._target_params = on_decoding_mesh(params)
+        self._target_params = self._moved("target", params, self._target_params)
 
     @property
     def drafter_params(self) -> Params | None:
@@ -217,8 +219,26 @@ class Runtime:
             params = flat_params(params, self.spec.drafter)
             if self.spec.drafter is not None:
                 self.spec.drafter.check(params)
-            params = on_decoding_mesh(params)
+            params = self._moved("drafter", params, self._drafter_params)
         self._drafter_params = params
+
+    def _moved(self, role: str, params: Params, before: Params | None) -> Params:
+        """Return new weights on the decoding mesh. Other shardings than before need other programs.
+
+        Raises:
+          ValueError: they are on other devices than the caches.
+        """
+        if mesh_of(**{role: params}) != self.mesh:
+            raise ValueError(
+                f"the {role}'s new weights are not on the mesh of the caches; put them there with "
+                "jaxspec.place_params(params, model_def, engine.mesh), or make another engine"
+            )
+        params = on_decoding_mesh(params)
+        if before:
+            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(before), strict=True)
+            if not all(new.sharding.is_equivalent_to(old.sharding, new.ndim) for new, old in pairs):
+                self.used.clear()
+        return params
 
     def place(self, rows: Any) -> Any:
         """Put values of rows onto the mesh."""

@@ -105,6 +105,12 @@ class KnownParams:
         self._samples: dict[
             str, dict[str, int]
         ] = {}  # by role: the index of one array per sharding
+        self._first: dict[str, tuple[Any, ...]] = {}  # by role: shardings of the first params
+
+    @property
+    def placement(self) -> tuple[tuple[Any, ...], ...]:
+        """The shardings of the first params of each role. Later ones are equivalent."""
+        return tuple(self._first.values())
 
     def check(self, role: str, model_def: ModelDef, params: Any) -> Params:
         """Raise an error if params do not fit; otherwise return one array of each sharding.
@@ -131,6 +137,7 @@ class KnownParams:
         if known is None or structure != known[0]:
             model_def.check(params)
             known = structure, shardings
+            self._first[role] = tuple(shardings)
         names = list(named_arrays(dict(sorted(params.items()))))
         wrong = [
             f"{name}: {new}, before {old}"

@@ -317,20 +317,30 @@ def sampler_of(target: LoadedModel, assistant: LoadedModel) -> Sampler:
 
 
 def sampler() -> dict[str, Any]:
-    """Call a sampler with weights on a mesh and with weights on one device."""
+    """Call samplers with weights split over a mesh, whole on each of its devices, and on one device.
+
+    The engine gets the split ones, then the whole ones.
+    """
     c = a_case("31b", "mtp")
     assistant = c.drafter("mtp")
     found = []
-    for mesh in (make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])):
-        params = [on_mesh(model, mesh).params for model in (c.target, assistant)]
+    mesh, one = make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])
+    split, alone = ([on_mesh(x, m).params for x in (c.target, assistant)] for m in (mesh, one))
+    whole = jax.device_put(split, NamedSharding(mesh, PartitionSpec()))
+    for params in (split, whole, alone):
         ask = sampler_of(c.target, assistant)
         sampling = ask.sampling(8, temperature=[0.0, 1.0] * 4)
         found.append(ask(*params, c.prompts[:4], sampling, np.arange(8)))
-    spread, alone = found
+    spread, whole_result, alone_result = found
+    engine, asked = engine_on(mesh, c, "mtp"), requests(c)[:4]
+    expected = decoded(engine, asked)
+    engine.target_params, engine.drafter_params = whole
     assert spread.logprobs is not None
     return {
-        "equal": spread.tokens.tolist() == alone.tokens.tolist(),
-        "near": bool(np.allclose(spread.logprobs.target, alone.logprobs.target, atol=1e-4)),
+        "equal": spread.tokens.tolist() == alone_result.tokens.tolist(),
+        "whole": whole_result.tokens.tolist() == alone_result.tokens.tolist(),
+        "engine": decoded(engine, asked) == expected,
+        "near": bool(np.allclose(spread.logprobs.target, alone_result.logprobs.target, atol=1e-4)),
         "devices": len(spread.tokens.sharding.device_set),
     }
 
