@@ -11,6 +11,9 @@ from rich.console import Console
 
 EVERY_S = 10.0
 
+Notify = Callable[[str], None]
+"""Shows the current activity."""
+
 
 class Ticker:
     """A printer of progress lines. On a terminal, which has a bar or a spinner, it prints nothing.
@@ -33,7 +36,7 @@ class Ticker:
 
 
 @contextlib.contextmanager
-def ticking(console: Console, *, every_s: float = EVERY_S) -> Iterator[Callable[[str], None]]:
+def ticking(console: Console, *, every_s: float = EVERY_S) -> Iterator[Notify]:
     """Print the current activity and its time regularly, also while no call returns to Python.
 
     Yields:

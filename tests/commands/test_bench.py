@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import json
@@ -350,6 +351,21 @@ def test_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("slower", "words"), [(1.5, "even at 1.50"), (9.0, "never even")])
+def test_the_picture_says_whether_drafting_can_pay_and_what_floors_are(
+    report: dict[str, Any], tmp_path: Path, slower: float, words: str
+) -> None:
+    """A step of 3 drafts commits 4 tokens at most, so one that takes 9 plain steps never pays."""
+    matplotlib = pytest.importorskip("matplotlib")
+    plain, drafted = copy.deepcopy(report["results"])
+    drafted["step_ms"]["median"] = slower * plain["step_ms"]["median"]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot.draw({**report, "results": [plain, drafted]}, tmp_path / "steps.svg")
+    text = (tmp_path / "steps.svg").read_text()
+    assert f"plain, {words}" in text
+    assert "floor: the least time that a step can take" in text
+
+
 def test_a_picture_that_cannot_be_drawn_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -676,7 +692,7 @@ def test_floors_are_whole_at_80_columns() -> None:
     big = ModelPair(mtp("31b", 127, Tree(4, 40)), weights, None, "31b", "MTP")
     cases = [results.Case(256, 131072, pair) for pair in (big.plain(), big)]
     text = io.StringIO()
-    Console(file=text, width=80).print(*results.floor_tables(cases, 256, H200), sep="\n")
+    Console(file=text, width=80).print(results.floor_table(cases, 256, H200))
     assert max(map(len, text.getvalue().splitlines())) <= 80
     assert "…" not in text.getvalue()
     assert " mtp tree 127 " in text.getvalue()

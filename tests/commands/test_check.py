@@ -32,8 +32,8 @@ from jaxspec.commands.check.hypotheses import (
     in_force,
     traced_values,
 )
-from jaxspec.commands.check.lossless import Difference
-from jaxspec.commands.check.report import Report
+from jaxspec.commands.check.options import CheckOptions
+from jaxspec.commands.check.report import Difference, Report
 from jaxspec.commands.check.search import Comparison, Round
 from jaxspec.commands.check.statistics import Estimate
 from jaxspec.commands.options import UsageError
@@ -252,7 +252,7 @@ def test_what_is_tried(drafter: str) -> None:
 def test_what_is_counted_is_what_decoding_accepts() -> None:
     target, drafter = load(None, "dflash", dtype="float32")
     assert drafter is not None
-    prompts = texts_of.prompts_for(target, None, 16).ids
+    prompts = texts_of.prompts_for(target, CheckOptions()).ids
     done = checking.decode_greedily(target, drafter, prompts, 40, batch_size=16)
     text, drafts = (
         texts_of.Text.of(prompts, done),
@@ -912,13 +912,13 @@ def test_prompts_of_our_own_are_chats_where_there_is_a_template(tmp_path: Path) 
     directory = tmp_path / "target"
     shutil.copytree(BUNDLED / "target", directory)
     target = load_target(str(directory), dtype="float32")
-    chats = texts_of.prompts_for(target, None, 16)
+    chats = texts_of.prompts_for(target, CheckOptions())
     assert chats.origin == "prompts of our own, as chats"
     file = directory / "tokenizer_config.json"
     values = read_json(file)
     del values["chat_template"]
     file.write_text(json.dumps(values))
-    plain = texts_of.prompts_for(target, None, 5)
+    plain = texts_of.prompts_for(target, CheckOptions(rows=5))
     assert (plain.origin, len(chats.ids), len(plain.ids)) == ("prompts of our own", 16, 5)
 
 

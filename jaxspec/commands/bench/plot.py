@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".png", ".pdf", ".svg")
+FLOORS = (
+    "floor: the least time that a step can take, which is that of reading its bytes or of its "
+    "operations,\nwhichever is longer, at the rates that were measured on this device"
+)
 _BELOW: dict[str, Any] = dict(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 _COLORS = {"verify": "C0", "draft": "C1", "rest": "C7"}
 
@@ -46,11 +50,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
         figsize=(11, height), layout="constrained"
     )
     panels = figure.subplots(1, 2 if drafted else 1, squeeze=False)[0]
-    figure.suptitle(
-        f"{report['target']} + {report['drafter'] or 'no drafter'}\n{report['dtype']} on "
-        f"{report['device']}",
-        fontsize=9,
-    )
+    drafter = report["drafter"] or "no drafter"
+    conditions = f"{report['target']} + {drafter}\n{report['dtype']} on {report['device']}"
+    figure.suptitle(conditions, fontsize=9)
+    figure.supxlabel(FLOORS, fontsize=7)
     if curves:
         _against_batch(panels[0], results)
     else:
@@ -75,15 +78,10 @@ def _parts(panel: Any, results: Sequence[dict[str, Any]]) -> None:
     longest = max(max(r["step_ms"]["median"], r["floor_ms"]) for r in results)
     for i, r in enumerate(results):
         draft_ms = r["draft_ms"]["median"] if r["draft_ms"] else 0.0
-        measured = {
-            "verify": r["verify_ms"]["median"],
-            "draft": draft_ms,
-            "rest": max(r["rest_ms"], 0.0),
-        }
-        least = {
-            "verify": r["floor_ms"] - r["draft_floor_ms"],
-            "draft": r["draft_floor_ms"],
-        }
+        verify_ms, rest_ms = r["verify_ms"]["median"], max(r["rest_ms"], 0.0)
+        measured = {"verify": verify_ms, "draft": draft_ms, "rest": rest_ms}
+        draft_floor_ms = r["draft_floor_ms"]
+        least = {"verify": r["floor_ms"] - draft_floor_ms, "draft": draft_floor_ms}
         rate = f"{r['tokens_per_s']['median']:,.0f} tok/s"
         if r["acceptance_length"] is not None:
             rate += f", tau {r['acceptance_length']:.2f}"
@@ -106,16 +104,8 @@ def _bar(
     left = 0.0
     style: dict[str, Any] = dict(alpha=0.35, hatch="//", edgecolor="white") if floor else {}
     for name, value in parts.items():
-        label = f"floor of {name}" if floor else name
-        panel.barh(
-            at,
-            value,
-            0.34,
-            left=left,
-            color=_COLORS[name],
-            label=label if first else None,
-            **style,
-        )
+        label = (f"floor of {name}" if floor else name) if first else None
+        panel.barh(at, value, 0.34, left=left, color=_COLORS[name], label=label, **style)
         left += value
     panel.text(left, at, f" {words}", va="center", fontsize=7)
 
@@ -128,9 +118,8 @@ def _against_batch(panel: Any, results: Sequence[dict[str, Any]]) -> None:
         sizes = [r["batch_size"] for r in line]
         tau = [r["acceptance_length"] or 1 for r in line]
         floors = [_tokens_per_s(r, t, r["floor_ms"]) for r, t in zip(line, tau, strict=True)]
-        panel.plot(
-            sizes, [r["tokens_per_s"]["median"] for r in line], f"C{i}o-", markersize=4, label=name
-        )
+        rates = [r["tokens_per_s"]["median"] for r in line]
+        panel.plot(sizes, rates, f"C{i}o-", markersize=4, label=name)
         panel.plot(sizes, floors, f"C{i}--", label=f"{name}: floor")
     panel.set_xscale("log", base=2)
     sizes = sorted({r["batch_size"] for r in results})
@@ -147,8 +136,9 @@ def _against_acceptance(
     """Draw what the step time of each case makes of every acceptance length, and its floor.
 
     A step does the same work whatever it accepts, so its time is taken as measured. A case breaks
-    even where its line crosses plain decoding's. Its point lies a little below the line, since rows
-    that finish early leave the last steps to the others.
+    even where its line crosses plain decoding's, or never, if that is more than a step can commit.
+    Its point lies a little below the line, since rows that finish early leave the last steps to the
+    others.
     """
     case = ("batch_size", "context_length")
     plain = {tuple(r[k] for k in case): r for r in results if r["mode"] == "plain"}
@@ -161,9 +151,8 @@ def _against_acceptance(
         panel.plot([r["acceptance_length"]], [r["tokens_per_s"]["median"]], f"C{i}o", markersize=5)
         level = before["tokens_per_s"]["median"]
         even = step_ms / before["step_ms"]["median"]
-        panel.axhline(
-            level, color=f"C{i}", linestyle=":", label=f"{name}: plain, even at {even:.2f}"
-        )
+        pays = f"even at {even:.2f}" if even <= 1 + depth else "never even"
+        panel.axhline(level, color=f"C{i}", linestyle=":", label=f"{name}: plain, {pays}")
     panel.set_title(
         "solid: the measured step time; dashed: its floor; points: measured", fontsize=8
     )

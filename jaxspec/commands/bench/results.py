@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from rich import box
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from jaxspec.commands.bench.floor import (
@@ -338,8 +336,6 @@ class CaseResult:
 
 # --- tables --------------------------------------------------------------------------------------
 
-WIDTH = 80  # of a narrow terminal
-
 
 @dataclass(frozen=True)
 class Case:
@@ -350,64 +346,53 @@ class Case:
     pair: ModelPair
 
 
-@dataclass(frozen=True)
-class RenderedColumn:
-    """A column as text: heading, explanation, a cell per row."""
-
-    heading: str
-    meaning: str
-    cells: Sequence[str]
-
-
-def floor_tables(cases: Sequence[Case], new_tokens: int, ceiling: Ceiling) -> list[Table]:
+def floor_table(cases: Sequence[Case], new_tokens: int, ceiling: Ceiling) -> Table:
     """Return the floors of cases, in the middle of the run."""
-    rows: list[list[str]] = []
-    for case in cases:
-        spec, middle = case.pair.spec, case.start + new_tokens // 2
-        count, together = share_of_group(case.pair.mesh, case.batch, ceiling)
-        cost, draft = step_cost(spec, count, middle), step_costs(spec, count, middle)[1]
-        cells = [f"{middle:,}", f"{cost.weight_bytes / 1e6:,.1f}", f"{cost.kv_bytes / 1e6:,.1f}"]
-        cells += [digits(cost.flops / 1e9)]
-        cells += [digits(step_floor_s(spec, count, middle, together) * 1e3)]
-        cells += ["" if spec.drafter is None else digits(draft.floor_s(together) * 1e3)]
-        rows.append(cells)
-    headings = {
-        "context": "tokens of a row, in the middle of the run",
-        **dict.fromkeys(("weights MB", "K/V MB", "GFLOP", "floor ms"), ""),
-        "drafting": "the drafter's part of the floor",
-    }
-    columns = [
-        RenderedColumn(*heading, cells)
-        for heading, cells in zip(headings.items(), zip(*rows, strict=True), strict=True)
-    ]
     title = (
         f"floor of a step, at {digits(ceiling.bytes_per_s / 1e9)} GB/s read and "
         f"{digits(ceiling.flops_per_s / 1e12)} TFLOP/s, measured just now"
     )
-    names = [(str(case.batch), case.pair.label) for case in cases]
-    return _tables(title, names, columns)
+    meanings = {
+        "context": "tokens of a row, in the middle of the run",
+        **dict.fromkeys(("weights MB", "K/V MB", "GFLOP", "floor ms"), ""),
+        "drafting": "the drafter's part of the floor",
+    }
+    table = _table(title, meanings)
+    for case in cases:
+        spec, middle = case.pair.spec, case.start + new_tokens // 2
+        count, together = share_of_group(case.pair.mesh, case.batch, ceiling)
+        cost, draft = step_cost(spec, count, middle), step_costs(spec, count, middle)[1]
+        table.add_row(
+            str(case.batch),
+            case.pair.label,
+            f"{middle:,}",
+            f"{cost.weight_bytes / 1e6:,.1f}",
+            f"{cost.kv_bytes / 1e6:,.1f}",
+            digits(cost.flops / 1e9),
+            digits(step_floor_s(spec, count, middle, together) * 1e3),
+            "" if spec.drafter is None else digits(draft.floor_s(together) * 1e3),
+        )
+    return table
 
 
 def result_tables(cases: Sequence[CaseResult], repeats: int) -> list[Table]:
     """Return the tables of measured cases: results, parts of a step, resources."""
     plain = {r.case: r for r in cases if r.mode == "plain"}
-    names = [(r.case, r.label) for r in cases]
     tables = []
     for number in (SPEED, PARTS, DETAILS):
+        columns = {
+            column: cells
+            for field in dataclasses.fields(CaseResult)
+            for column in field.metadata["columns"]
+            if column.table == number
+            if any(cells := [_cell(column, field.name, r, plain[r.case]) for r in cases])
+        }
         title = f"measured: median (min-max) of {repeats}, warm-up and compilation excluded"
-        columns = [
-            RenderedColumn(c.heading, c.meaning, [_cell(c, name, r, plain[r.case]) for r in cases])
-            for name, c in _columns_of(number)
-        ]
-        columns = [c for c in columns if any(c.cells)]
-        tables += _tables(title if number == SPEED else "", names, columns)
+        table = _table(title if number == SPEED else "", {c.heading: c.meaning for c in columns})
+        for r, *cells in zip(cases, *columns.values(), strict=True):
+            table.add_row(r.case, r.label, *cells)
+        tables.append(table)
     return tables
-
-
-def _columns_of(table: int) -> list[tuple[str, Column]]:
-    """Return the columns of a table, each with its quantity."""
-    fields = dataclasses.fields(CaseResult)
-    return [(f.name, c) for f in fields for c in f.metadata["columns"] if c.table == table]
 
 
 def _cell(column: Column, name: str, result: CaseResult, plain: CaseResult) -> str:
@@ -415,46 +400,19 @@ def _cell(column: Column, name: str, result: CaseResult, plain: CaseResult) -> s
     return "" if value is None else column.show(value, result, plain)
 
 
-def _tables(
-    title: str, names: Sequence[tuple[str, str]], columns: Sequence[RenderedColumn]
-) -> list[Table]:
-    """Split columns into tables of at most `WIDTH`.
-
-    Args:
-      names: batch and mode of the rows.
-    """
-    tables: list[Table] = []
-    begin = 0
-    while begin < len(columns):
-        end = len(columns)
-        while end > begin + 1 and _width(_table("", names, columns[begin:end])) > WIDTH:
-            end -= 1
-        tables.append(_table(title if begin == 0 else "", names, columns[begin:end]))
-        begin = end
-    return tables
-
-
-def _table(
-    title: str, names: Sequence[tuple[str, str]], columns: Sequence[RenderedColumn]
-) -> Table:
-    known = [c for c in columns if c.meaning]
+def _table(title: str, meanings: Mapping[str, str]) -> Table:
+    """Return an empty table of cases, whose columns have these headings and explanations."""
+    explained = (f"{heading}: {meaning}." for heading, meaning in meanings.items() if meaning)
     table = Table(
         title=title or None,
-        caption=" ".join(f"{c.heading}: {c.meaning}." for c in known) or None,
+        caption=" ".join(explained) or None,
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("batch", justify="right", no_wrap=True)
+    table.add_column("batch", justify="right", overflow="fold")
     table.add_column("mode", no_wrap=True)
-    for column in columns:
-        table.add_column(column.heading, justify="right", no_wrap=True)
-    for row, name in enumerate(names):
-        table.add_row(*name, *(column.cells[row] for column in columns))
+    for heading in meanings:  # of a number and its range, the range may go to the next line
+        table.add_column(heading, justify="right", overflow="fold", min_width=len(heading))
     return table
-
-
-def _width(table: Table) -> int:
-    wide = Console(width=10_000)
-    return Measurement.get(wide, wide.options, table).maximum

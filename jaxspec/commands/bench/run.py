@@ -20,7 +20,7 @@ from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
 from jaxspec.commands.bench.measure import measure
 from jaxspec.commands.bench.options import BenchOptions, TraceOptions
 from jaxspec.commands.bench.pair import ModelPair, make_pair
-from jaxspec.commands.bench.results import Case, floor_tables, result_tables
+from jaxspec.commands.bench.results import Case, floor_table, result_tables
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.startup import versions
 from jaxspec.engine.engine import Engine
@@ -60,7 +60,7 @@ def run(
     modes = [pair] if pair.spec.drafter is None else [pair.plain(), pair]
     starts = contexts or [prompts.shape[1]]
     cases = [Case(*case) for case in itertools.product(options.batch_sizes, starts, modes)]
-    console.print(*floor_tables(cases, new_tokens, ceiling), sep="\n")
+    console.print(floor_table(cases, new_tokens, ceiling))
     results = []
     for number, case in enumerate(cases, 1):
         name = f"case {number} of {len(cases)}, batch {case.batch}, {case.pair.label}"

@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from jaxspec.commands.check.options import CheckOptions
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import Ticker
-from jaxspec.options import Drafting, Range, at_least, option
-
-if TYPE_CHECKING:
-    from jaxspec.commands.check.report import Report
-
-FLOOR = 0.3
-"""Least share of first drafts that must be accepted. With a rate of 0.3 at every position a drafter
-adds 0.43 tokens a step, which is about what drafting and verifying cost. Working drafters have 0.6
-to 0.9, broken ones less than 0.1."""
+from jaxspec.options import Drafting
 
 UNUSED = ("target", "drafter", "distributed", "quantize_drafter", "quantize_draft_head")
 """Model options that `check` does not have. Target and drafter are arguments. A quantised drafter is
 none, because `check` tries other weights of the drafter."""
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """The text of a check, and its thresholds."""
-
-    text: Path | None = option(
-        None,
-        "Text whose pieces the target continues. Default: held-out prompts of the bundled target, "
-        "a few prompts of our own for others.",
-        metavar="FILE",
-    )
-    rows: int = option(16, "Pieces of text, at most.", range=at_least(4))
-    new_tokens: int = option(64, "Tokens that the target adds to each.", range=at_least(2))
-    floor: float = option(
-        FLOOR,
-        "Least share of first drafts that must be accepted; of later ones too, where all before "
-        "them were.",
-        range=Range("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
-    )
-    batch_size: int = option(8, "Rows at a time.", range=at_least(1))
-    record: bool = option(
-        False,
-        "Write what was measured into the drafter's config, if the pair is sound. Later checks "
-        "compare with it.",
-    )
 
 
 @command
@@ -97,7 +61,7 @@ def check_command(
     ticker = Ticker(errors)
 
     from jaxspec.commands import startup
-    from jaxspec.commands.check.report import render
+    from jaxspec.commands.check import formats, report, run
 
     with (
         explained(ValueError, OSError),
@@ -113,58 +77,16 @@ def check_command(
                 status.update(f"[dim]{message}")
                 ticker.notify(message)
 
-            report = checked(models, checking, drafting.num_draft_tokens, notify)
-            formats = None
+            result = run.run(models, checking, drafting, notify)
+            compared = None
             if models.rounds:
-                from jaxspec.commands.check.lossless import compare_formats
-
-                options = (checking.text, checking.rows, checking.new_tokens, checking.batch_size)
-                formats = compare_formats(models, *options, drafting, notify)
-        output.console.print(render(report))
-        if formats is not None:
-            output.console.print(formats.render())
+                compared = formats.compare_formats(models, checking, drafting, notify)
+        output.console.print(report.render(result))
+        values = result.to_json()
+        if compared is not None:
+            output.console.print(compared.render())
+            values["formats"] = dataclasses.asdict(compared)
         if file is not None:
-            of_formats = {} if formats is None else {"formats": dataclasses.asdict(formats)}
-            write_line(file, {**report.to_json(), **of_formats})
-    if report.problems:
+            write_line(file, values)
+    if result.problems:
         raise typer.Exit(1)
-
-
-def checked(
-    models: ModelOptions,
-    checking: CheckOptions,
-    num_draft_tokens: int | None,
-    notify: Callable[[str], None],
-) -> Report:
-    """Load a pair and check it; record the measurement if asked for and the pair fits."""
-    from jaxspec.commands.check.reference import check_recordable, reference_of
-    from jaxspec.commands.check.run import run
-    from jaxspec.commands.check.text import prompts_for
-    from jaxspec.commands.startup import load_models
-    from jaxspec.weights.acceptance import write_acceptance
-
-    target, drafter = load_models(models)
-    assert drafter is not None
-    drafter.config.check_fits(target.config)
-    reference = None
-    if checking.record:
-        check_recordable(drafter.directory)
-    else:
-        reference = reference_of(drafter.directory)
-    notify("encoding")
-    measured_on = "" if reference is None else reference.text
-    report = run(
-        target,
-        drafter,
-        prompts_for(target, checking.text, checking.rows, measured_on),
-        new_tokens=checking.new_tokens,
-        num_draft_tokens=num_draft_tokens,
-        floor=checking.floor,
-        batch_size=checking.batch_size,
-        reference=reference,
-        notify=notify,
-    )
-    if checking.record and not report.problems:
-        written = write_acceptance(drafter.directory, dataclasses.asdict(report.measured))
-        report = dataclasses.replace(report, recorded=str(written))
-    return report

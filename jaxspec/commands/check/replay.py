@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ from jax.sharding import Mesh
 
 from jaxspec.cache import cache_bytes
 from jaxspec.commands.check.hypotheses import Hypothesis, traced_values
-from jaxspec.commands.check.statistics import MIN_ROWS
+from jaxspec.commands.check.options import MIN_ROWS
 from jaxspec.commands.check.text import Text, generation_of
+from jaxspec.commands.progress import Notify
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
 from jaxspec.models.target import Target, TargetOutput, init_caches
 from jaxspec.runtime.programs import jit
@@ -146,7 +147,7 @@ class Evidence:
         *,
         num_draft_tokens: int,
         batch_size: int,
-        notify: Callable[[str], None],
+        notify: Notify,
         num_counted: int | None = None,
         rows_per_prompt: int = 1,
         logit_rows: np.ndarray | None = None,

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax.numpy as jnp
+import numpy as np
 from rich import box
 from rich.console import Group
 from rich.filesize import decimal
@@ -19,7 +21,6 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from jaxspec.commands.check.hypotheses import Convention
-from jaxspec.commands.check.lossless import Difference
 from jaxspec.commands.check.reference import (
     Oddity,
     Reference,
@@ -38,6 +39,7 @@ from jaxspec.commands.check.statistics import (
     format_gain,
 )
 from jaxspec.commands.startup import versions
+from jaxspec.engine.request import Completion
 from jaxspec.registry import Conventions
 
 _BAR_WIDTH = 32
@@ -45,6 +47,54 @@ _BAR_WIDTH = 32
 USEFUL = 0.1
 """Least share of the tokens per step that trained numbers lose when they are reordered. Those of
 the bundled assistant lose a third."""
+
+
+NEAR_TIE_GAP = 1e-4  # float32: closer logits may swap when a pass has another shape
+NEAR_TIE_ULPS = 4  # bfloat16: likewise, in units of the last place of the larger logit
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a row in which speculative decoding differs from plain decoding.
+
+    Attributes:
+      position: of the token in its row.
+      gap: between the target's logits of the two tokens, when it reads the row again.
+      gap_ulps: the same in units of bfloat16's last place.
+    """
+
+    row: int
+    position: int
+    plain_token: int
+    speculative_token: int
+    plain_logit: float
+    speculative_logit: float
+    gap: float
+    gap_ulps: float
+    near_tie: bool
+
+    @classmethod
+    def of(
+        cls, row: int, position: int, tokens: tuple[int, int], logits: np.ndarray, dtype: str
+    ) -> Difference:
+        plain, speculative = (float(logits[token]) for token in tokens)
+        gap = abs(plain - speculative)
+        largest = max(abs(plain), abs(speculative), float(jnp.finfo(jnp.bfloat16).tiny))
+        ulps = gap / 2.0 ** (math.floor(math.log2(largest)) - jnp.finfo(jnp.bfloat16).nmant)
+        near = gap < NEAR_TIE_GAP if dtype == "float32" else ulps <= NEAR_TIE_ULPS
+        return cls(row, position, *tokens, plain, speculative, gap, ulps, near)
+
+
+def first_differences(
+    plain: Sequence[Completion], speculative: Sequence[Completion]
+) -> dict[int, int]:
+    """Return, for each row that differs, the number of tokens that agree before it does."""
+    differences = {}
+    for row, (one, other) in enumerate(zip(plain, speculative, strict=True)):
+        if one.token_ids != other.token_ids:
+            pairs = zip(one.token_ids, other.token_ids, strict=False)
+            differences[row] = next(i for i, (a, b) in enumerate(pairs) if a != b)
+    return differences
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-MIN_ROWS = 4
-"""Least number of rows of text for an interval."""
-
 LEVEL = 0.95  # of confidence, of both texts together
 FIRST_LEVEL = 0.96  # for all comparisons of a round on the first text
 SECOND_LEVEL = 0.99  # for those of a round on the second text

@@ -11,13 +11,12 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxspec.api import BUNDLED
-from jaxspec.commands.check.statistics import MIN_ROWS
+from jaxspec.commands.check.options import MIN_ROWS, CheckOptions
 from jaxspec.commands.options import UsageError, error_message
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
@@ -63,10 +62,8 @@ class PromptSet:
     ids: Sequence[tuple[int, ...]]
 
 
-def prompts_for(
-    target: LoadedModel, text: Path | None, rows: int, measured_on: str = ""
-) -> PromptSet:
-    """Return prompts: pieces of `text`, else held-out prompts, else our own.
+def prompts_for(target: LoadedModel, checking: CheckOptions, measured_on: str = "") -> PromptSet:
+    """Return prompts: pieces of a text, else held-out prompts, else our own.
 
     Args:
       measured_on: origin of the text in the drafter's record; held-out prompts are used again.
@@ -74,6 +71,7 @@ def prompts_for(
     Raises:
       UsageError, TokenizerError: the text cannot be read, or is too short.
     """
+    text, rows = checking.text, checking.rows
     if text is None and (target.directory == BUNDLED / "target" or measured_on == HELD_OUT):
         held_out = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
         return PromptSet(HELD_OUT, [tuple(p["ids"]) for p in held_out[:rows]])

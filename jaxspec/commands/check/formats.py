@@ -1,16 +1,15 @@
-"""Decoding against its reference: speculative with plain, quantised with unquantised.
+"""The effects of quantising a target: the same text under the target as it is, and quantised.
 
-`first_differences` and `Difference` are about the first: output is lossless against the target as
-it is loaded. For the second read `compare_formats`. The two targets read the text one after the
-other, so the device never holds both. Passes without caches round keys and values as caches do.
+Read `compare_formats`. The two targets read the text one after the other, so the device never holds
+both. Passes without caches round keys and values as caches do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,67 +18,18 @@ from rich import box
 from rich.filesize import decimal
 from rich.table import Table
 
+from jaxspec.commands.check.options import CheckOptions
 from jaxspec.commands.check.text import decode_greedily, prompts_for
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
+from jaxspec.commands.progress import Notify
 from jaxspec.commands.startup import load_models
-from jaxspec.engine.request import Completion
 from jaxspec.options import Drafting
 from jaxspec.runtime.programs import jit
 from jaxspec.shapes import Array, Float, Int, Params
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
-
-NEAR_TIE_GAP = 1e-4  # float32: closer logits may swap when a pass has another shape
-NEAR_TIE_ULPS = 4  # bfloat16: likewise, in units of the last place of the larger logit
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first token of a row in which speculative decoding differs from plain decoding.
-
-    Attributes:
-      position: of the token in its row.
-      gap: between the target's logits of the two tokens, when it reads the row again.
-      gap_ulps: the same in units of bfloat16's last place.
-    """
-
-    row: int
-    position: int
-    plain_token: int
-    speculative_token: int
-    plain_logit: float
-    speculative_logit: float
-    gap: float
-    gap_ulps: float
-    near_tie: bool
-
-    @classmethod
-    def of(
-        cls, row: int, position: int, tokens: tuple[int, int], logits: np.ndarray, dtype: str
-    ) -> Difference:
-        plain, speculative = (float(logits[token]) for token in tokens)
-        gap = abs(plain - speculative)
-        largest = max(abs(plain), abs(speculative), float(jnp.finfo(jnp.bfloat16).tiny))
-        ulps = gap / 2.0 ** (math.floor(math.log2(largest)) - jnp.finfo(jnp.bfloat16).nmant)
-        near = gap < NEAR_TIE_GAP if dtype == "float32" else ulps <= NEAR_TIE_ULPS
-        return cls(row, position, *tokens, plain, speculative, gap, ulps, near)
-
-
-def first_differences(
-    plain: Sequence[Completion], speculative: Sequence[Completion]
-) -> dict[int, int]:
-    """Return, for each row that differs, the number of tokens that agree before it does."""
-    differences = {}
-    for row, (one, other) in enumerate(zip(plain, speculative, strict=True)):
-        if one.token_ids != other.token_ids:
-            pairs = zip(one.token_ids, other.token_ids, strict=False)
-            differences[row] = next(i for i, (a, b) in enumerate(pairs) if a != b)
-    return differences
-
-
-# --- formats -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,19 +73,11 @@ class FormatComparison:
 
 def compare_formats(
     models: ModelOptions,
-    text: Path | None,
-    rows: int,
-    new_tokens: int,
-    batch_size: int,
+    checking: CheckOptions,
     drafting: Drafting,
-    notify: Callable[[str], None],
+    notify: Notify,
 ) -> FormatComparison:
     """Load the target unquantised and then quantised, and compare.
-
-    Args:
-      models: the formats of the target among their options.
-      text, rows, new_tokens, batch_size: as in `CheckOptions`.
-      notify: called with the current activity.
 
     Raises:
       UsageError: a prompt cannot be decoded.
@@ -148,12 +90,11 @@ def compare_formats(
         target, drafter = load_models(options)
         assert drafter is not None
         if not prompts:
-            prompts = prompts_for(target, text, rows).ids
+            prompts = prompts_for(target, checking).ids
             num_bytes = _bytes_of(target, prompts)
-        size = min(batch_size, len(prompts))
-        done = decode_greedily(
-            target, drafter, prompts, new_tokens, batch_size=size, drafting=drafting
-        )
+        size = min(checking.batch_size, len(prompts))
+        sizes: dict[str, Any] = dict(batch_size=size, drafting=drafting)
+        done = decode_greedily(target, drafter, prompts, checking.new_tokens, **sizes)
         lengths.append(float(np.mean([n for c in done for n in c.acceptance_lengths])))
         storages.append(target.model_def.dtypes)
         nbytes.append(sum(x.nbytes for x in target.params.values()))
