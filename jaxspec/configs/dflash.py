@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from jaxspec.configs.base import (
     layer_types_of,
 )
 from jaxspec.configs.fields import (
+    COUNTS,
     EPS,
     EVEN,
     FLAGS,
@@ -39,6 +41,7 @@ from jaxspec.configs.fields import (
     size,
     words_of,
 )
+from jaxspec.configs.known_keys import check_plain_rope, refuse_unknown
 from jaxspec.options import REQUIRED, shown, whole
 
 ARCHITECTURES = ("DFlashDraftModel",)
@@ -124,7 +127,8 @@ class DFlashConfig:
                 f"config.json has architectures {shown(list(architectures))}; a DFlash drafter has "
                 "DFlashDraftModel"
             )
-        if config.get("layer_types") is None and read(config, "use_sliding_window", FLAGS, False):
+        windows = read(config, "use_sliding_window", FLAGS, False)
+        if windows and config.get("layer_types") is None:
             raise ConfigError(
                 "config.json has use_sliding_window = True but no layer_types; say in layer_types "
                 "which layers are sliding_attention and which full_attention"
@@ -134,12 +138,12 @@ class DFlashConfig:
         layer_types = layer_types_of(config, full_every=1)
         refuse_unless(config, "hidden_act", ("silu",), default="silu")
         refuse_unless(config, "attention_bias", (False, None), default=False)
-        rope = object_of(config, "rope_parameters") or object_of(config, "rope_scaling")
-        kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
-        refuse_unless({"rope_type": kind}, "rope_type", ("default",))
+        check_plain_rope(config)
+        _refuse_other_methods(config)
         keys = dict(_KEYS)
         if "sliding" not in layer_types:
             del keys["sliding_window"]
+            read(config, "sliding_window", COUNTS, None)
         heads = read(config, _KEYS["num_heads"], SIZES)
         values = read_fields(
             cls,
@@ -177,6 +181,15 @@ class DFlashConfig:
             )
         if wrong:
             raise ConfigError(f"the drafter does not fit the target: {'; '.join(wrong)}")
+
+
+def _refuse_other_methods(config: Mapping[str, Any]) -> None:
+    """Refuse keys that change the computation, such as those of other methods in the same layout."""
+    same = {name: config.get(key) for name, key in _SAME.items() if config.get(key) is not None}
+    only = {**_ONLY, **{name: (value,) for name, value in same.items()}}
+    nested = [key.removeprefix("dflash_config.") for key in itertools.chain(*KEYS.values())]
+    refuse_unknown(config, (*_OTHER_KEYS, *nested, *itertools.chain(*_KEYS.values())), only=only)
+    refuse_unknown(object_of(config, "dflash_config"), nested, only=only, within="dflash_config")
 
 
 def _causal(config: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> tuple[bool, ...]:
@@ -221,6 +234,25 @@ _KEYS: dict[str, tuple[str, ...]] = {
     # These two have readers of their own.
     **{field: keys for field, keys in KEYS.items() if field not in ("causal", "layer_types")},
 }
+
+
+_OTHER_KEYS = (
+    *("attention_bias", "dflash_config", "hidden_act", "num_hidden_layers", "rope_parameters"),
+    *("rope_scaling", "use_sliding_window"),
+)
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_sink_bias": (False,),
+    "input_embedding_scale": (1.0,),
+    "is_neox_style": (True,),
+    "logit_scale": (1.0,),
+    "output_multiplier": (1.0,),
+    "sample_from_anchor": (False,),
+    "use_swa": (False,),
+}
+"""Keys by which files of other methods, or of other programs, change what a drafter computes."""
+
+_SAME = {"draft_vocab_size": "vocab_size", "target_hidden_size": "hidden_size"}
+"""Keys that may only repeat another one."""
 
 
 def default_feature_layers(num_target_layers: int, count: int) -> tuple[int, ...]:

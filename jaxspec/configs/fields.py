@@ -29,6 +29,7 @@ EVEN = Range("even, 2 or more", lambda x: x >= 2 and x % 2 == 0, kind="a whole n
 EPS = Range("from 1e-30 to 1", lambda x: 1e-30 <= x <= 1)
 THETAS = Range("from 1 to 1e20", lambda x: 1 <= x <= 1e20)
 SOFTCAPS = Range("from 0.001 to 1e20; null: none", lambda x: 1e-3 <= x <= 1e20)
+FACTORS = Range("from 0.001 to 1e6", lambda x: 1e-3 <= x <= 1e6)
 SHARES = Range("from 0.001 to 1", lambda x: 1e-3 <= x <= 1)
 
 
@@ -123,16 +124,23 @@ def find_key(config: Mapping[str, Any], keys: Sequence[str]) -> tuple[str | None
     The key "a.b" stands for key "b" of object "a". Returns (None, None) if no key has a value.
 
     Raises:
-      ConfigError: "a" has a value that is no object.
+      ConfigError: "a" has a value that is no object, or two keys have different values.
     """
+    present: list[tuple[str, Any]] = []
     for key in keys:
         value: Any = config
         *objects, last = key.split(".")
         for name in objects:
             value = object_of(value, name)
         if (value := value.get(last)) is not None:
-            return key, value
-    return None, None
+            present.append((key, value))
+    for key, value in present[1:]:
+        if value != present[0][1]:
+            raise ConfigError(
+                f"config.json has {present[0][0]} = {shown(present[0][1])} and {key} = {shown(value)}, which "
+                "are one thing; take the wrong one out"
+            )
+    return present[0] if present else (None, None)
 
 
 def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -248,7 +256,8 @@ def refuse_unless(
       ConfigError: naming the key.
     """
     value = config.get(key, default)
-    if not any(type(value) is type(one) and value == one for one in allowed):
+    kinds = {type(value), *((int, float) if type(value) in (int, float) else ())}
+    if not any(type(one) in kinds and value == one for one in allowed):
         raise ConfigError(
             f"config.json has {key} = {shown(value)}; only {list(allowed)} is supported"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from jaxspec.configs.fields import (
     COUNTS,
     EPS,
     EVEN,
+    FACTORS,
     FLAGS,
     SHARES,
     SIZES,
@@ -37,7 +39,8 @@ from jaxspec.configs.fields import (
     short_repr,
     size,
 )
-from jaxspec.options import shown
+from jaxspec.configs.known_keys import refuse_unknown
+from jaxspec.options import REQUIRED, shown
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
@@ -55,6 +58,7 @@ class Gemma4Config(TargetConfig):
       num_kv_shared_layers: how many of the last layers read an earlier layer's K/V.
       per_layer_input_size: 0 for a model without per-layer inputs.
       num_experts: 0 for a dense model.
+      full_rope_factor: what positions are divided by in the rotary embedding of full layers.
     """
 
     normed_values: ClassVar[bool] = True
@@ -83,6 +87,7 @@ class Gemma4Config(TargetConfig):
     rope_theta: float = limited(THETAS, 10_000.0)
     full_rope_theta: float = limited(THETAS, 1_000_000.0)
     full_partial_rotary_factor: float = limited(SHARES, 0.25)
+    full_rope_factor: float = limited(FACTORS, 1.0)
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -171,8 +176,11 @@ class Gemma4Config(TargetConfig):
             for name in _EXPERT_KEYS.values():
                 read(text, name, SIZES)
         if read(text, "hidden_size_per_layer_input", COUNTS, 0):
-            keys["per_layer_vocab_size"] = ("vocab_size_per_layer_input", "vocab_size")
-        more = read_fields(cls, text, keys, final_logit_softcap=None)
+            keys["per_layer_vocab_size"] = ("vocab_size_per_layer_input",)
+        absent: dict[str, Any] = dict(
+            final_logit_softcap=None, per_layer_vocab_size=values["vocab_size"]
+        )
+        more = read_fields(cls, text, keys, **absent)
         return cls(**values, **more)
 
 
@@ -186,9 +194,12 @@ _DECODER_KEYS: dict[str, tuple[str, ...]] = {
     "sliding_window": ("sliding_window",),
     "max_positions": ("max_position_embeddings",),
     "rms_norm_eps": ("rms_norm_eps",),
+}
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "rope_theta": ("rope_parameters.sliding_attention.rope_theta",),
     "full_rope_theta": ("rope_parameters.full_attention.rope_theta",),
     "full_partial_rotary_factor": ("rope_parameters.full_attention.partial_rotary_factor",),
+    "full_rope_factor": ("rope_parameters.full_attention.factor",),
 }
 _TARGET_KEYS: dict[str, tuple[str, ...]] = {
     "k_eq_v": ("attention_k_eq_v",),
@@ -202,6 +213,22 @@ _EXPERT_KEYS: dict[str, tuple[str, ...]] = {
     "num_experts_per_token": ("top_k_experts",),
     "expert_intermediate_size": ("moe_intermediate_size",),
 }
+
+_SIZES_OF_FEATURES = (
+    *("global_head_dim", "moe_intermediate_size", "num_experts", "num_global_key_value_heads"),
+    *("top_k_experts", "vocab_size_per_layer_input"),
+)
+_OTHER_KEYS = (
+    *("attention_bias", "attn_logit_softcapping", "enable_moe_block", "hidden_activation"),
+    *("layer_types", "num_hidden_layers", "per_layer_config", "rope_parameters"),
+    *("tie_word_embeddings", "use_bidirectional_attention", *_SIZES_OF_FEATURES),
+)
+_READ = frozenset(
+    (
+        *_OTHER_KEYS,
+        *itertools.chain(*_DECODER_KEYS.values(), *_TARGET_KEYS.values(), *_EXPERT_KEYS.values()),
+    )
+)
 
 
 def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -218,6 +245,8 @@ def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if outer in ("gemma4", "gemma4_unified") and not object_of(config, "text_config"):
         raise ConfigError(f"config.json has model_type {outer!r} but no text_config")
+    if text is not config:
+        refuse_unknown(config, ("text_config",), only={"tie_word_embeddings": (True,)})
     return text
 
 
@@ -229,10 +258,12 @@ def decoder_fields(kind: type[Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """
     layer_types = list(layer_types_of(text))
     layer_types[-1] = "full"  # transformers does so too, with a warning
-    for name, supported in (("sliding_attention", "default"), ("full_attention", "proportional")):
-        rope = object_of(object_of(text, "rope_parameters"), name)
-        refuse_unless(rope, "rope_type", (supported,), default=supported)
+    refuse_unknown(text, _READ)
+    read(text, "attention_k_eq_v", FLAGS, False)
+    for name in _SIZES_OF_FEATURES:  # a model without the feature may have them too
+        read(text, name, COUNTS, None)
     values = read_fields(kind, text, _DECODER_KEYS, head_dim=256, max_positions=131_072)
+    values |= _rope_fields(kind, text, layer_types)
     head_dim, kv_heads = values["head_dim"], values["num_kv_heads"]
     if "per_layer_config" in text:  # wins over both released keys, even when empty
         full_head_dim, full_kv_heads = _full_layer_values(text, layer_types, head_dim, kv_heads)
@@ -252,6 +283,46 @@ def decoder_fields(kind: type[Any], text: Mapping[str, Any]) -> dict[str, Any]:
         full_num_kv_heads=full_kv_heads,
         full_head_dim=full_head_dim,
     )
+
+
+def _rope_fields(
+    kind: type[Any], text: Mapping[str, Any], layer_types: Sequence[LayerType]
+) -> dict[str, Any]:
+    """Read the rotary embeddings of both types of layers.
+
+    What the file leaves out means what it means in transformers. So full layers without a
+    `rope_type` turn whole heads, whatever the file says of parts.
+    """
+    if text.get("rope_parameters") is None:
+        return {}
+    ropes = object_of(text, "rope_parameters")
+    refuse_unknown(ropes, ("sliding_attention", "full_attention"), within="rope_parameters")
+    keys, values = dict(_ROPE_KEYS), {}
+    if "sliding" in layer_types:
+        _rope_type(ropes, "sliding_attention", ("default",))
+    else:
+        del keys["rope_theta"]
+    if _rope_type(ropes, "full_attention", ("default", "proportional")) == "default":
+        values["full_partial_rotary_factor"] = 1.0
+        del keys["full_partial_rotary_factor"], keys["full_rope_factor"]
+    absent: dict[str, Any] = dict(rope_theta=REQUIRED, full_rope_theta=REQUIRED)
+    return values | read_fields(kind, text, keys, **absent, full_partial_rotary_factor=1.0)
+
+
+def _rope_type(ropes: Mapping[str, Any], name: str, allowed: Sequence[str]) -> str:
+    """Return the kind of a rotary embedding, after a look at all its keys."""
+    if not (rope := object_of(ropes, name)):
+        raise ConfigError(f"config.json has rope_parameters without {name}")
+    where = f"rope_parameters.{name}"
+    kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
+    refuse_unless({f"{where}.rope_type": kind}, f"{where}.rope_type", allowed)
+    known = ["rope_type", "type", "rope_theta", "partial_rotary_factor"]
+    if kind == "proportional":
+        known.append("factor")
+    else:
+        read(rope, "partial_rotary_factor", SHARES, None, f"config.json: {where}")
+    refuse_unknown(rope, known, only={"factor": (1.0,)}, within=where)
+    return kind
 
 
 def _full_layer_values(

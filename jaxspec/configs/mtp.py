@@ -13,6 +13,7 @@ from jaxspec.configs.fields import (
     DRAFTS,
     EPS,
     EVEN,
+    FACTORS,
     FLAGS,
     IDS,
     SHARES,
@@ -31,6 +32,7 @@ from jaxspec.configs.fields import (
     size,
 )
 from jaxspec.configs.gemma4 import decoder_fields
+from jaxspec.configs.known_keys import refuse_unknown
 from jaxspec.options import Range, shown
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -43,12 +45,17 @@ KEYS: dict[str, tuple[str, ...]] = {
     "rope_theta": (f"{_ROPE}.sliding_attention.rope_theta",),
     "full_rope_theta": (f"{_ROPE}.full_attention.rope_theta",),
     "full_partial_rotary_factor": (f"{_ROPE}.full_attention.partial_rotary_factor",),
+    "full_rope_factor": (f"{_ROPE}.full_attention.factor",),
 }
 """The keys of config.json that may set each field on which engines disagree. See `find_key`.
 
 Released files have neither of the first two.
 """
 
+_OWN_KEYS = (
+    *("backbone_hidden_size", "centroid_intermediate_top_k", "num_centroids", "num_window_keys"),
+    *("query_position", "text_config", "use_ordered_embeddings"),
+)
 _GENERATION_KEYS: dict[str, tuple[str, ...]] = {
     "num_draft_tokens": ("num_assistant_tokens",),
     "suppress_tokens": ("suppress_tokens",),
@@ -73,6 +80,7 @@ class MTPConfig:
       num_draft_tokens: the default length of a chain.
       suppress_tokens: never drafted. The target's own suppressed tokens are not drafted either.
       query_position: "last" for position n - 1, "next" for n.
+      full_rope_factor: what positions are divided by in the rotary embedding of full layers.
       num_window_keys: w or w + 1, where w is `sliding_window`. A given 0 is replaced by w.
     """
 
@@ -98,6 +106,7 @@ class MTPConfig:
     rope_theta: float = limited(THETAS, 10_000.0)
     full_rope_theta: float = limited(THETAS, 1_000_000.0)
     full_partial_rotary_factor: float = limited(SHARES, 0.25)
+    full_rope_factor: float = limited(FACTORS, 1.0)
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -160,11 +169,15 @@ class MTPConfig:
                 f"config.json has num_kv_shared_layers = {shared}; all {layers} layers of an "
                 "assistant read the target's K/V"
             )
+        centroids = dict(  # assistants with a dense head may have them too
+            num_centroids=read(config, "num_centroids", SIZES, 2048),
+            num_top_centroids=read(config, "centroid_intermediate_top_k", SIZES, 32),
+        )
         if read(config, "use_ordered_embeddings", FLAGS, False):
-            values["num_centroids"] = read(config, "num_centroids", SIZES, 2048)
-            values["num_top_centroids"] = read(config, "centroid_intermediate_top_k", SIZES, 32)
-        keys = {"backbone_hidden_size": ("backbone_hidden_size",), **KEYS}
-        values |= read_fields(cls, config, keys)
+            values |= centroids
+        refuse_unknown(config, _OWN_KEYS, only={"tie_word_embeddings": (True,)})
+        keys = ("backbone_hidden_size", "query_position", "num_window_keys")
+        values |= read_fields(cls, config, {key: (key,) for key in keys})
         values |= read_fields(
             cls, generation_config or {}, _GENERATION_KEYS, "generation_config.json"
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.configs.base import LayerSpec, TargetConfig, layer_types_of
 from jaxspec.configs.fields import (
+    COUNTS,
     EPS,
     EVEN,
     FLAGS,
@@ -19,13 +21,13 @@ from jaxspec.configs.fields import (
     check_fields,
     flag,
     limited,
-    object_of,
     read,
     read_fields,
     refuse_unless,
     size,
     words_of,
 )
+from jaxspec.configs.known_keys import check_plain_rope, refuse_unknown
 from jaxspec.options import REQUIRED, shown
 
 MODEL_TYPES = ("qwen3",)
@@ -95,7 +97,8 @@ class Qwen3Config(TargetConfig):
         refuse_unless(config, "attention_bias", (False, None), default=False)
         refuse_unless(config, "tie_word_embeddings", (True, False), default=False)
         _refuse_windows(config)
-        _refuse_scaled_positions(config)
+        check_plain_rope(config)
+        refuse_unknown(config, _READ)
         heads = read(config, _KEYS["num_heads"], SIZES)
         absent: dict[str, Any] = dict(
             head_dim=128, num_kv_heads=heads, tied_head=False
@@ -118,24 +121,21 @@ _KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
+_READ = (
+    *("attention_bias", "hidden_act", "layer_types", "rope_parameters", "rope_scaling"),
+    *("rope_theta", "sliding_window", "use_sliding_window"),
+    *itertools.chain(*_KEYS.values()),
+)
+
+
 def _refuse_windows(config: Mapping[str, Any]) -> None:
     """Refuse sliding windows, which no release has. `sliding_window` alone does not ask for one."""
     sliding = read(config, "use_sliding_window", FLAGS, False)
+    read(config, "sliding_window", COUNTS, None)
     if sliding or "sliding" in layer_types_of(config, full_every=1):
         raise ConfigError(
             "config.json asks for sliding windows (use_sliding_window, layer_types); only full "
             "attention is supported for Qwen3, as in all its releases"
-        )
-
-
-def _refuse_scaled_positions(config: Mapping[str, Any]) -> None:
-    """Refuse scaled positions. `rope_parameters` wins over older keys."""
-    rope = object_of(config, "rope_parameters") or object_of(config, "rope_scaling")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(
-            f"config.json has rope_type {shown(kind)}; only 'default' is supported, which reaches "
-            "max_position_embeddings. The releases have no rope_scaling: take rope_scaling out"
         )
 
 

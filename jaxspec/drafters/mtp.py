@@ -377,6 +377,7 @@ class FrozenAttention(nnx.Module):
         self.window = config.num_window_keys if sliding else None
         self.theta: float | Array = config.rope_theta if sliding else config.full_rope_theta
         self.partial_factor = 1.0 if sliding else config.full_partial_rotary_factor
+        self.rope_factor = 1.0 if sliding else config.full_rope_factor
         self.eps = config.rms_norm_eps
 
     def __call__(
@@ -394,7 +395,9 @@ class FrozenAttention(nnx.Module):
           last: the last position that each query sees. A window counts back from it.
           stored: the storage of these keys and values; None: as computed.
         """
-        frequencies = rope_frequencies(self.q_norm.shape[0], self.theta, self.partial_factor)
+        frequencies = rope_frequencies(
+            self.q_norm.shape[0], self.theta, self.partial_factor, self.rope_factor
+        )
         groups = self.out.shape[1]
         q, _, _ = project_qkv(
             x,

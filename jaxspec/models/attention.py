@@ -49,7 +49,7 @@ class Attention(nnx.Module):
       values_are_keys: whether values are the raw keys (k = v).
       norm_values: whether values are normed, without a weight.
       score_scale: the factor of scores.
-      rope_theta, rotary_factor: of `rope_frequencies`.
+      rope_theta, rotary_factor, rope_factor: of `rope_frequencies`.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Attention(nnx.Module):
         score_scale: float,
         rope_theta: float,
         rotary_factor: float = 1.0,
+        rope_factor: float = 1.0,
         eps: float,
         dtype: jnp.dtype,
     ):
@@ -84,7 +85,7 @@ class Attention(nnx.Module):
         self.owns_kv, self.lends_kv, self.norm_values = owns_kv, lends_kv, norm_values
         self.stored: KVStorage | None = None  # None: as computed; see `store_kv`
         self.score_scale, self.window, self.eps = score_scale, spec.window, eps
-        self.rope_theta, self.rotary_factor = rope_theta, rotary_factor
+        self.rope = (rope_theta, rotary_factor, rope_factor)
 
     def store_kv(self, stored: KVStorage | None) -> None:
         """Set the storage of the keys and values that the queries see."""
@@ -119,7 +120,7 @@ class Attention(nnx.Module):
             self.q_norm[...],
             self.k_norm[...] if self.owns_kv else None,
             where.positions,
-            rope_frequencies(head_dim, self.rope_theta, self.rotary_factor),
+            rope_frequencies(head_dim, *self.rope),
             groups=groups,
             eps=self.eps,
             norm_values=self.norm_values,

@@ -211,6 +211,7 @@ class DecoderLayer(nnx.Module):
             score_scale=1.0,
             rope_theta=config.full_rope_theta if full else config.rope_theta,
             rotary_factor=config.full_partial_rotary_factor if full else 1.0,
+            rope_factor=config.full_rope_factor if full else 1.0,
             eps=config.rms_norm_eps,
             dtype=dtype,
         )

@@ -173,17 +173,20 @@ def rope(
 
 
 def rope_frequencies(
-    head_dim: int, theta: float | Array, partial_factor: float = 1.0
+    head_dim: int, theta: float | Array, partial_factor: float = 1.0, factor: float = 1.0
 ) -> Float[Array, " H2"]:
     """Return head_dim // 2 inverse frequencies, zero beyond `partial_factor` of them.
 
-    With a factor below 1 this is Gemma 4's "proportional" rope: the exponent divides by the whole
-    head dim, and pairs past the live ones do not turn (cos 1, sin 0).
+    With a `partial_factor` below 1 this is Gemma 4's "proportional" rope: the exponent divides by the whole
+    head dim, and pairs past the live ones do not turn (cos 1, sin 0). `factor` stretches: positions are divided by it.
     """
     half = head_dim // 2
     live = int(partial_factor * head_dim // 2)
     exponent = jnp.arange(half, dtype=jnp.float32) * (2.0 / head_dim)
-    return jnp.where(jnp.arange(half, dtype=jnp.int32) < live, theta**-exponent, 0.0)
+    frequencies = theta**-exponent
+    if factor != 1:
+        frequencies /= factor
+    return jnp.where(jnp.arange(half, dtype=jnp.int32) < live, frequencies, 0.0)
 
 
 def rope_cos_sin(

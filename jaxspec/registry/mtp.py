@@ -109,6 +109,8 @@ def _in_force(target: TargetConfig, c: MTPConfig, dtype: str) -> Iterator[Assump
         shown = f"{c.rope_theta:g} on sliding layers"
         yield Assumption("rope theta", c.rope_theta, shown, "rope_theta", "10,000")
     shown = f"{c.full_rope_theta:g} on full layers, on {c.full_partial_rotary_factor:g} of a head"
+    if c.full_rope_factor != 1:
+        shown += f", positions divided by {c.full_rope_factor:g}"
     yield Assumption(
         "rope of full layers", c.full_rope_theta, shown, "full_rope_theta", "1,000,000"
     )
@@ -147,6 +149,7 @@ def _changes(target: TargetConfig, c: MTPConfig, special_ids: Sequence[int]) -> 
         ("rope theta of sliding layers", "rope_theta", (1e4, 1e6)),
         ("rope theta of full layers", "full_rope_theta", (1e6, 1e4)),
         ("rotary part of full layers", "full_partial_rotary_factor", (0.25, 1.0)),
+        ("rope factor of full layers", "full_rope_factor", (1.0,)),
     ):
         values = usual if own is None else (getattr(own, field), *usual)
         for value in dict.fromkeys(values):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
+from jaxspec.configs.qwen3 import Qwen3Config
 from tests.checkpoints_convert.hf_layout import ASSISTANTS, DRAFTERS, RELEASED, multimodal
+from tests.weights.test_qwen3 import released as qwen3_released
 
 
 def as_transformers_saves(text: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +120,153 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], messag
         Gemma4Config.from_hf(RELEASED["31b"] | change)
 
 
+# --- keys that no reader reads --------------------------------------------------------------------
+
+WRITTEN_BY_PROGRAMS = {
+    "transformers_version": "4.57.3",
+    "_name_or_path": "somebody/model",
+    "_attn_implementation_autoset": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "unsloth_version": "2026.4.2",
+    "auto_map": {"AutoModel": "modeling.Model"},
+    "id2label": {"0": "LABEL_0"},
+    "bad_words_ids": None,
+    "a_key_without_a_value": None,
+    "quantization_config": {"quant_method": "fp8"},
+    "eos_token_id": [1, 106],
+}
+
+
+def _readers() -> dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]]:
+    """Return a good config.json and its reader, by family."""
+    return {
+        "gemma4": (RELEASED["31b"], Gemma4Config.from_hf),
+        "gemma4 with towers": (multimodal(RELEASED["31b"]), Gemma4Config.from_hf),
+        "qwen3": (qwen3_released("qwen3-8b"), Qwen3Config.from_hf),
+        "dflash": (DRAFTERS["qwen3-8b"], DFlashConfig.from_hf),
+        "mtp": (ASSISTANTS["e4b"], MTPConfig.from_hf),
+    }
+
+
+@pytest.mark.parametrize("family", _readers())
+def test_keys_that_programs_write_for_themselves_change_nothing(family: str):
+    good, from_hf = _readers()[family]
+    assert from_hf(good | WRITTEN_BY_PROGRAMS) == from_hf(good)
+
+
+def test_keys_of_towers_change_nothing():
+    towers = {"vision_soft_tokens_per_image": 280, "audio_config": {}, "boi_token_id": 255999}
+    good = multimodal(RELEASED["31b"])
+    assert Gemma4Config.from_hf(good | towers) == Gemma4Config.from_hf(good)
+
+
+@pytest.mark.parametrize("family", _readers())
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logit_scale": 0.5}, r"logit_scale = 0\.5"),
+        ({"residual_multiplier": 2, "x": 1}, "residual_multiplier = 2, x = 1, which jaxspec does"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"tie_word_embeddings": "False"}, "tie_word_embeddings"),
+        ({"eos_token_id": math.nan}, "eos_token_id is nan; it must be a token id, or a list"),
+        ({"attention_dropout": math.inf}, "attention_dropout is inf; it must be a number"),
+        ({"use_sliding_window": ["x"]}, "use_sliding_window"),
+        ({"sliding_window_pattern": 3}, "sliding_window_pattern = 3"),
+    ],
+)
+def test_unknown_keys_and_nonsense_in_unused_ones_are_refused(
+    family: str, change: dict[str, Any], message: str
+):
+    """They were ignored, and a key may stand for a computation that was left out."""
+    good, from_hf = _readers()[family]
+    with pytest.raises(ConfigError, match=message):
+        from_hf(good | change)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("neutral", "other"),
+    [
+        ({"use_swa": False}, {"use_swa": True, "swa_window_size": 2048}),
+        ({"input_embedding_scale": 1}, {"input_embedding_scale": 0.5}),
+        ({"output_multiplier": 1.0}, {"output_multiplier": 0.19612}),
+        ({"is_neox_style": True}, {"is_neox_style": False}),
+        ({"sample_from_anchor": False}, {"sample_from_anchor": True}),
+        ({"logit_scale": 1.0}, {"logit_scale": 2.0}),
+        ({"attention_sink_bias": False}, {"attention_sink_bias": True}),
+        ({"draft_vocab_size": 151936}, {"draft_vocab_size": 32000}),
+        ({"target_hidden_size": 4096}, {"target_hidden_size": 2048}),
+        ({}, {"projector_type": "dspark"}),
+        ({}, {"logit_scale": True}),  # which is not 1
+    ],
+)
+def test_keys_of_other_methods_are_refused_by_name(
+    neutral: dict[str, Any], other: dict[str, Any], nested: bool
+):
+    """All were ignored: a drafter loaded, and drafted what another method would not."""
+    good = DRAFTERS["qwen3-8b"]
+
+    def with_keys(keys: dict[str, Any]) -> dict[str, Any]:
+        return good | ({"dflash_config": good["dflash_config"] | keys} if nested else keys)
+
+    assert DFlashConfig.from_hf(with_keys(neutral)) == DFlashConfig.from_hf(good)
+    where = r"dflash_config\." if nested else "has "
+    with pytest.raises(ConfigError, match=f"{where}{next(iter(other))}"):
+        DFlashConfig.from_hf(with_keys(other))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dflash_config": DRAFTERS["qwen3-8b"]["dflash_config"] | {"block_size": 8}},
+        {"is_causal": True},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    ],
+)
+def test_two_keys_of_one_field_must_agree(change: dict[str, Any]):
+    """The first was taken, without a word."""
+    with pytest.raises(ConfigError, match="which are one thing; take the wrong one out"):
+        DFlashConfig.from_hf(DRAFTERS["qwen3-8b"] | change)
+
+
+def test_a_stretched_rope_is_refused_wherever_it_stands():
+    plain = {"rope_type": "default", "rope_theta": 1_000_000}
+    both = {"rope_parameters": plain, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    for good, from_hf in (_readers()["qwen3"], _readers()["dflash"]):
+        with pytest.raises(ConfigError, match="rope_scaling with rope_type 'yarn'; only 'default'"):
+            from_hf(good | both)
+        with pytest.raises(ConfigError, match=r"rope_parameters\.partial_rotary_factor = 0\.5"):
+            from_hf(good | {"rope_parameters": plain | {"partial_rotary_factor": 0.5}})
+
+
+# --- rotary embeddings of Gemma 4. tests/models has logits ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({}, "rope_parameters without sliding_attention"),
+        ({"full_attention": None}, "rope_parameters without sliding_attention"),
+        ({"rope_type": "default", "rope_theta": 1e4}, r"rope_parameters\.rope_type = 'default'"),
+    ],
+)
+def test_ropes_for_each_type_of_layers_are_needed(rope: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        Gemma4Config.from_hf(RELEASED["31b"] | {"rope_parameters": rope})
+
+
+def test_an_assistant_has_the_ropes_of_its_file():
+    good = ASSISTANTS["12b"]
+    config = MTPConfig.from_hf(good | {"text_config": good["text_config"] | _rope(factor=4.0)})
+    assert config.full_rope_factor == 4
+    whole = _rope(rope_type="default")
+    config = MTPConfig.from_hf(good | {"text_config": good["text_config"] | whole})
+    assert (config.full_partial_rotary_factor, config.full_rope_factor) == (1, 1)
+
+
 # --- nonsense ------------------------------------------------------------------------------------
 
 
@@ -150,6 +300,14 @@ PARTIAL = "rope_parameters.full_attention.partial_rotary_factor"
         ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0; .*; null: none"),
         (_rope(rope_theta=math.inf), r"full_attention\.rope_theta is inf; it must be from 1 to"),
         (_rope(partial_rotary_factor=7), f"{PARTIAL} is 7; it must be from 0.001 to 1"),
+        (_rope(rope_type="default", partial_rotary_factor="x"), "partial_rotary_factor is 'x'; it"),
+        (_rope(factor=0), r"full_attention\.factor is 0; it must be from 0\.001 to 1e6"),
+        (_rope(rope_type="default", factor=4.0), r"full_attention\.factor = 4; only \[1\.0\]"),
+        (_rope(rope_type="yarn"), r"full_attention\.rope_type = 'yarn'; only"),
+        (
+            _rope(attention_factor=2),
+            r"full_attention\.attention_factor = 2, which jaxspec does not",
+        ),
         ({"rope_parameters": [1]}, r"rope_parameters = \[1\]; it must be an object"),
         (
             {"num_kv_shared_layers": 60},
@@ -186,7 +344,10 @@ def test_nonsense_is_refused_by_key_and_range(change: dict[str, Any], message: s
 def test_nonsense_of_a_drafter_is_refused_by_key_and_range(change: dict[str, Any], message: str):
     good = DRAFTERS["qwen3-8b"]
     with pytest.raises(ConfigError, match=message):
-        DFlashConfig.from_hf(good | {"dflash_config": good["dflash_config"] | change})
+        DFlashConfig.from_hf(
+            {key: value for key, value in good.items() if key not in change}
+            | {"dflash_config": good["dflash_config"] | change}
+        )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -141,6 +142,40 @@ def test_logits_and_features_equal_transformers(pair: Pair, chunks: Any, width: 
             errors[n, f"layer {i}"] = relative_error(feature, hidden[i + 1])
     print("largest relative error", max(errors.values()))
     assert {k: e for k, e in errors.items() if not e < TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(
+    ("gone", "change"),
+    [
+        ((), {"factor": 4.0}),  # it was ignored
+        (("rope_type",), {}),  # it was read as "proportional": transformers turns whole heads
+        (("rope_type",), {"type": "proportional", "factor": 2.5}),
+        (("partial_rotary_factor",), {}),  # it was read as 0.25: transformers turns whole heads
+    ],
+)
+def test_rotary_embeddings_equal_transformers(
+    gone: tuple[str, ...], change: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny.save("31b", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config["rope_parameters"]["full_attention"]
+    for key in gone:
+        del rope[key]
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            config
+            | {"rope_parameters": {**config["rope_parameters"], "full_attention": rope | change}}
+        )
+    )
+    oracle = transformers.Gemma4ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model = loading.load_target(str(tmp_path), dtype="float32")
+    rng = np.random.default_rng(0)
+    prompts = tuple(rng.integers(2, tiny.VOCAB_SIZE, n).astype(np.int32) for n in LENGTHS)
+    outputs = forward_in_chunks(model, prompts, even(80), 80)
+    for prompt, out in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            logits = oracle(torch.from_numpy(prompt).long()[None]).logits[0].numpy()
+        assert relative_error(out.logits, logits) < TOLERANCE
 
 
 def test_64_greedy_tokens_equal_transformers(pair: Pair) -> None:

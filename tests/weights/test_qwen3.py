@@ -202,7 +202,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
         ({"use_sliding_window": True}, "only full attention is supported for Qwen3"),
         ({"layer_types": ["sliding_attention"] * 36}, "only full attention is supported"),
-        ({"rope_scaling": YARN}, "rope_type 'yarn'; only 'default' .* take rope_scaling out"),
+        ({"rope_scaling": YARN}, "rope_type 'yarn'; only 'default' .* Take rope_scaling out"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({"rope_parameters": YARN | {"rope_theta": 1e6}}, "rope_type 'yarn'"),
         ({"rope_theta": None}, "has no rope_parameters.rope_theta or .* or rope_theta"),
@@ -394,7 +394,7 @@ def test_windows_of_drafters_come_from_layer_types():
 def test_drafters_with_stretched_positions_are_refused(key: str):
     """The one for gpt-oss has YaRN."""
     values = drafter_config(4096, 12288, 36) | {"rope_scaling": {key: "yarn", "factor": 32.0}}
-    with pytest.raises(ConfigError, match="rope_type = 'yarn'"):
+    with pytest.raises(ConfigError, match="rope_scaling with rope_type 'yarn'"):
         DFlashConfig.from_hf(values)
 
 

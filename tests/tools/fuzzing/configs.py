@@ -17,6 +17,7 @@ from typing import Any
 
 from checkpoints_convert.files import read_json
 from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
+from jaxspec.configs.known_keys import KIND_OF
 from jaxspec.registry import recognise
 from jaxspec.weights.loading import CheckpointError
 from jaxspec.weights.manifest import Manifest
@@ -51,7 +52,11 @@ TARGET_GENERATION = {
 EITHER = ("eos_token_id", "causal", "is_causal", "rope_theta")  # of either type
 NO_FIELDS = (  # read, but of no field of a config; or 0 says what the file would say without it
     *("model_type", "architectures", "source", "revision", "skipped"),
-    *("num_kv_shared_layers", "num_window_keys"),
+    *("num_kv_shared_layers", "num_window_keys", "bos_token_id", "pad_token_id", *KIND_OF),
+    # checked in models without the feature, too
+    *("moe_intermediate_size", "num_experts", "num_global_key_value_heads", "top_k_experts"),
+    *("global_head_dim", "vocab_size_per_layer_input", "num_centroids", "sliding_window"),
+    *("centroid_intermediate_top_k", "partial_rotary_factor"),
 )
 ALIASES = {  # what a message may call a key
     "num_hidden_layers": ("layer_types",),
@@ -217,6 +222,7 @@ FLOATS = {
     "rope_theta": (1, 1e20),
     "full_rope_theta": (1, 1e20),
     "full_partial_rotary_factor": (1e-9, 1),
+    "full_rope_factor": (1e-3, 1e6),
     "final_logit_softcap": (1e-3, 1e20),
 }
 
