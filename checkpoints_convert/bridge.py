@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.hf_io import DTYPES
-from checkpoints_convert.rules import RuleSet, Shape, TensorSpec, fills_for, match
+from checkpoints_convert.rules import RuleSet, Shape, TensorSpec, fills_for, match, unwrapped
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -78,6 +78,8 @@ def from_hf_names(
         lists them. Outside of jit, also when a head differs from the embedding that it is
         tied to.
     """
+    plain = unwrapped(tensors, "the tree of tensors")
+    tensors = {plain[name]: tensor for name, tensor in tensors.items()}
     specs = {n: TensorSpec(np.shape(t), _NAMES[np.dtype(t.dtype)]) for n, t in tensors.items()}
     plan = match(rules, shapes, specs, "the tree of tensors")
     for name, original in plan.copies.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
 from checkpoints_convert.headers import DTYPES, StoredTensor, nbytes_of, read_header
 from checkpoints_convert.quantised.gguf import read_gguf
-from checkpoints_convert.rules import TensorSpec
+from checkpoints_convert.rules import TensorSpec, unwrapped
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 QUANTIZATION_FILE = "hf_quant_config.json"
@@ -36,8 +37,12 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 
+ADAPTER_FILE = "adapter_config.json"
+
+_LOG = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_WEIGHTS = "model*.safetensors"
 _SLAB_BYTES = 64 << 20  # read at a time by a cast, or by a thread
 _READERS = 8
 _SHARD_BYTES = 5 << 30
@@ -91,9 +96,10 @@ def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool)
                 token=token,
                 local_files_only=offline,
                 allow_patterns=[
-                    "model*.safetensors",
+                    _WEIGHTS,
                     _INDEX,
                     QUANTIZATION_FILE,
+                    ADAPTER_FILE,
                     *CONFIG_FILES,
                     *TOKENIZER_FILES,
                 ],
@@ -176,6 +182,7 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
     Raises:
       CheckpointError: the directory is no checkpoint, or a file is missing, truncated or corrupt.
     """
+    _refuse_adapter(directory)
     gguf = _gguf_file(directory)
     if not _is_file(directory / "config.json"):
         beside = (
@@ -196,15 +203,33 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
         if twice := sorted(set(held) & set(tensors)):
             raise CheckpointError(f"{file} repeats tensors of another shard: {listed(twice)}")
         tensors |= held
+    plain = unwrapped(tensors, str(directory))
     made_by = directory / QUANTIZATION_FILE
     return HFCheckpoint(
         directory,
         config,
         read_json(generation) if _is_file(generation) else None,
-        tensors,
+        {plain[name]: tensor for name, tensor in tensors.items()},
         read_json(made_by) if _is_file(made_by) else None,
         self_described=gguf is not None,
     )
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Refuse an adapter, alone or beside a whole model. transformers would apply it, and we do not."""
+    if not _is_file(directory / ADAPTER_FILE):
+        return
+    base = read_json(directory / ADAPTER_FILE).get("base_model_name_or_path")
+    way_out = (
+        f"merge it with peft, `PeftModel.from_pretrained(base, {str(directory)!r}).merge_and_unload()."
+        "save_pretrained(...)`, and give the merged model"
+    )
+    if any(directory.glob(_WEIGHTS)):
+        raise CheckpointError(
+            f"{directory} holds a whole model and an adapter of {base!r} ({ADAPTER_FILE}), which is not applied: "
+            f"{way_out}. If it is merged already, remove the adapter's files"
+        )
+    raise CheckpointError(f"{directory} is an adapter (LoRA) of {base!r}, no model: {way_out}")
 
 
 def _gguf_file(directory: Path) -> Path | None:
@@ -213,10 +238,12 @@ def _gguf_file(directory: Path) -> Path | None:
     Raises:
       CheckpointError: there are several.
     """
-    if any(directory.glob("*.safetensors")):
-        return None
     # The vision tower has a file of its own.
     files = [file for file in sorted(directory.glob("*.gguf")) if "mmproj" not in file.name]
+    if other := next(directory.glob(_WEIGHTS), None):
+        for file in files:
+            _LOG.warning("%s is not read, because %s lies beside it", file, other.name)
+        return None
     if len(files) > 1:
         raise CheckpointError(
             f"{directory} holds several GGUF files ({listed(file.name for file in files)}); leave one"
@@ -229,13 +256,13 @@ def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
 
     The list is None where the directory has a single file and no index.
     """
-    index = directory / _INDEX
+    index, single = directory / _INDEX, directory / _SINGLE
     if not _is_file(index):
-        if not _is_file(directory / _SINGLE):
+        if not _is_file(single):
             raise CheckpointError(
                 f"{directory} is not a model: it has no {_SINGLE} and no {_INDEX}"
             )
-        return {directory / _SINGLE: None}
+        return {single: None}
     names = read_json(index).get("weight_map")
     if (
         not isinstance(names, dict)
@@ -243,6 +270,12 @@ def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
         or not all(isinstance(f, str) for f in names.values())
     ):
         raise CheckpointError(f"{index} is corrupt: it has no weight_map from tensors to files")
+    if _is_file(single) and _SINGLE not in names.values():
+        # `save_pretrained` leaves the index of an earlier, larger save. transformers takes the single file too.
+        _LOG.warning(
+            "%s is read, and not the shards of %s beside it; remove what is old", single, index.name
+        )
+        return {single: None}
     files: dict[Path, list[str]] = {}
     for name, file in names.items():
         if Path(file).name != file:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError, listed
 
 Shape = tuple[int, ...]
+
+_LOG = logging.getLogger(__name__)
 
 # Rows and columns of a tile. A tile of 16-bit numbers and its transpose fit the L2 cache.
 _TILE = 512
@@ -300,6 +303,42 @@ class ConversionPlan:
     fills: tuple[Fill, ...]
     skipped: dict[str, str]
     copies: dict[str, str]
+
+
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_OF_PEFT = "base_model.model."
+
+
+def unwrapped(names: Iterable[str], where: str) -> dict[str, str]:
+    """Return names without the parts that wrappers of trainers add, by the names as they are.
+
+    Wrappers are those of data parallelism, `torch.compile`, checkpointing of activations, and peft.
+
+    Args:
+      where: the name of the checkpoint, for messages.
+
+    Raises:
+      CheckpointError: two names become one, or a LoRA adapter is not merged.
+    """
+    plain: dict[str, str] = {}
+    for name in names:
+        parts = name.split(".")
+        if any(part in ("lora_A", "lora_B", "base_layer") for part in parts):
+            raise CheckpointError(
+                f"{where} holds a model with a LoRA adapter that is not merged ({listed([name])}); merge "
+                "them with `merge_and_unload()` of peft, and save the result"
+            )
+        kept = ".".join(part for part in parts if part not in _WRAPPERS)
+        plain[name] = kept.removeprefix(_OF_PEFT)
+    if len(set(plain.values())) < len(plain):
+        first = {short: name for name, short in reversed(plain.items())}
+        name, short = next((n, s) for n, s in plain.items() if first[s] != n)
+        raise CheckpointError(
+            f"{where} holds {listed([short])} twice, as {listed([first[short], name])}; leave one"
+        )
+    if wrapped := next((name for name, short in plain.items() if name != short), None):
+        _LOG.warning("%s: %s is read as %s, and so on", where, wrapped, plain[wrapped])
+    return plain
 
 
 FLOATS, INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")

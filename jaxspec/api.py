@@ -465,6 +465,7 @@ def load(
             check_borrows(loaded_drafter.model_def, quantize_draft_head)
             check_differs(quantize_draft_head, quantize_head)
     hub |= dict(quantize=quantize, quantize_head=quantize_head, kv_dtype=kv_dtype)
+    hub["drafter"] = loaded_drafter
     loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)
     if loaded_drafter is not None and quantize_draft_head is not None:
         loaded_drafter = with_draft_head(loaded_drafter, loaded, quantize_draft_head)

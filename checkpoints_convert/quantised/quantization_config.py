@@ -155,6 +155,11 @@ def read_quantization_config(
     if not configs:
         return None
     values = configs[0]
+    if any(other != values for other in configs[1:]):
+        raise CheckpointError(
+            "config.json has several configs of quantisation, which differ (quantization_config, "
+            "compression_config, those of text_config): leave the one that its weights were made with"
+        )
     if not isinstance(values, Mapping):
         raise CheckpointError(f"config.json has a quantization_config that is no object: {WAY_OUT}")
     method = str(values.get("quant_method", "")).lower()

@@ -74,6 +74,7 @@ def load_target(
     quantize: str | None = None,
     quantize_head: str | None = None,
     kv_dtype: str | None = None,
+    drafter: LoadedModel | None = None,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -95,14 +96,18 @@ def load_target(
       quantize_head: of embedding and head, likewise.
       kv_dtype: of keys and values in caches, "bfloat16", "float32" or "fp8"; None for `dtype`. fp8
         takes the scales of the checkpoint, if it has any.
+      drafter: the drafter that is to draft for it.
 
     Raises:
-      CheckpointError, ConfigError: the model is missing, incomplete, or not a target.
+      CheckpointError, ConfigError: the model is missing, incomplete, not a target, or not the one that
+        the drafter was made for. That is known before weights are read.
       DeviceMemoryError: the weights need more memory than the devices have.
       FieldError: a format is not known, does not run here, or the model is quantised already.
     """
     formats = (quantize, quantize_head)
-    return _load("target", source, dtype, formats, kv_dtype, revision, token, offline, mesh)
+    return _load(
+        "target", source, dtype, formats, kv_dtype, drafter, revision, token, offline, mesh
+    )
 
 
 def load_drafter(
@@ -120,7 +125,7 @@ def load_drafter(
     A head of the drafter's own is quantised with the rest.
     """
     formats = (quantize, quantize)
-    return _load("drafter", source, dtype, formats, None, revision, token, offline, mesh)
+    return _load("drafter", source, dtype, formats, None, None, revision, token, offline, mesh)
 
 
 def _load(
@@ -129,6 +134,7 @@ def _load(
     dtype: str,
     formats: tuple[str | None, str | None],
     kv_dtype: str | None,
+    drafter: LoadedModel | None,
     revision: str | None,
     token: str | None,
     offline: bool,
@@ -140,6 +146,8 @@ def _load(
     directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
     checkpoint = open_source(directory)
     _check_role(source, checkpoint.family, role)
+    if drafter is not None:
+        drafter.config.check_fits(checkpoint.config)
     stored = checkpoint.model_def(dtype, formats[0])
     model_def = quantised_def(stored, source, *formats, option)
     kv_scales = checkpoint.kv_scales() if kv_dtype == "fp8" else None

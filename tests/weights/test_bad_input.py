@@ -19,8 +19,11 @@ import typer
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+import jaxspec
 from jaxspec.commands.convert import convert_command
 from jaxspec.configs.base import ConfigError
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.weights.bridge import from_hf_names
 from jaxspec.weights.conversion import convert, to_hf
 from jaxspec.weights.loading import CheckpointError, load_drafter, load_target
 from jaxspec.weights.manifest import Manifest
@@ -90,6 +93,20 @@ def _overlap(directory: Path) -> None:
     header[second]["data_offsets"] = header[first]["data_offsets"]
     new = json.dumps(header).encode()
     file.write_bytes(len(new).to_bytes(8, "little") + new + raw[8 + length :])
+
+
+def _add_adapter(directory: Path) -> None:
+    values = {"peft_type": "LORA", "base_model_name_or_path": "google/gemma-4-31B"}
+    (directory / "adapter_config.json").write_text(json.dumps(values))
+
+
+def _edit_names(directory: Path, new_name: Callable[[str], str]) -> None:
+    """Rename all tensors, and write them to a single file."""
+    tensors = {n: x for file in directory.glob("*.safetensors") for n, x in load_file(file).items()}
+    for file in directory.glob("model*"):
+        file.unlink()
+    named = {new_name(name): x for name, x in tensors.items()}
+    save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_header(directory: Path, header: bytes) -> None:
@@ -206,6 +223,24 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         ),
         r"model\.gguf is no GGUF file",
     ),
+    "an adapter in place of a model": (
+        lambda d: [_add_adapter(d), *(file.unlink() for file in d.glob("model*"))],
+        r"hf is an adapter \(LoRA\) of 'google/gemma-4-31B', no model: merge it with peft, .*merge_and",
+    ),
+    "an adapter beside a model": (
+        lambda d: _add_adapter(d),
+        r"hf holds a whole model and an adapter of 'google/gemma-4-31B' .* which is not applied",
+    ),
+    "an adapter that is not merged": (
+        lambda d: _edit_names(d, lambda name: name.replace("q_proj", "q_proj.base_layer")),
+        r"adapter that is not merged \(.*q_proj\.base_layer\.weight\); merge",
+    ),
+    "a tensor with and without the prefix of a trainer": (
+        lambda d: _edit_tensors(
+            _shard(d), lambda tensors: tensors.update({"module.model.norm.weight": np.ones(24)})
+        ),
+        r"hf holds model\.norm\.weight twice, as module\.model\.norm\.weight, model\.norm\.weight; leave",
+    ),
     "several GGUF files": (
         lambda d: [file.rename(file.with_suffix(".gguf")) for file in d.glob("*.safetensors")],
         r"holds several GGUF files \(model-00001.*; leave one",
@@ -222,6 +257,97 @@ def test_broken_checkpoints(target: Path, tmp_path: Path, name: str):
     with pytest.raises((CheckpointError, ConfigError), match=message):
         convert(target, tmp_path / "ours")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+# --- two sources of one thing ----------------------------------------------------------------------
+
+
+def _params(source: Path) -> dict[str, np.ndarray]:
+    return {n: np.asarray(x) for n, x in load_target(str(source), dtype="float32").params.items()}
+
+
+def _add_single_file(directory: Path) -> None:
+    """Write the model into one file beside its shards, with another norm: a later, smaller save."""
+    tensors = {n: x for file in directory.glob("*.safetensors") for n, x in load_file(file).items()}
+    tensors["model.norm.weight"] = np.full(24, 3, hf_layout.BFLOAT16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("shards_left", [True, False])
+def test_a_single_file_wins_over_an_index(
+    target: Path, caplog: pytest.LogCaptureFixture, shards_left: bool
+):
+    """A second `save_pretrained` leaves the index. The old shards were read, or the model was refused."""
+    _add_single_file(target)
+    if not shards_left:
+        for file in target.glob("model-*"):
+            file.unlink()
+    assert (_params(target)["final_norm"] == 3).all()
+    assert (
+        "model.safetensors is read, and not the shards of model.safetensors.index.json"
+        in caplog.text
+    )
+
+
+def test_an_index_of_the_single_file_itself_is_fine(target: Path, caplog: pytest.LogCaptureFixture):
+    _edit_names(target, str)
+    names = load_file(target / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    load_target(str(target), dtype="float32")
+    assert not caplog.text
+
+
+def test_a_gguf_file_beside_safetensors_is_named(target: Path, caplog: pytest.LogCaptureFixture):
+    (target / "old.gguf").write_bytes(b"GGUF")
+    load_target(str(target), dtype="float32")
+    assert "old.gguf is not read, because model-0000" in caplog.text
+
+
+# --- checkpoints of trainers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "new_name",
+    [
+        lambda name: f"module.{name}",
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"base_model.model.{name}",
+        lambda name: f"module._orig_mod.{name}".replace(
+            ".mlp.", "._checkpoint_wrapped_module.mlp."
+        ),
+        lambda name: name.replace("model.layers", "_fsdp_wrapped_module.model._orig_mod.layers"),
+    ],
+)
+def test_prefixes_of_trainers_are_taken_off(
+    target: Path, caplog: pytest.LogCaptureFixture, new_name: Callable[[str], str], tmp_path: Path
+):
+    """Each name was missing and not known, in a list of 72 problems."""
+    good = _params(target)
+    shutil.copytree(target, tmp_path / "trained")
+    _edit_names(tmp_path / "trained", new_name)
+    loaded = _params(tmp_path / "trained")
+    assert all((loaded[name] == x).all() for name, x in good.items())
+    assert re.search(r"trained: \S+ is read as model\.\S+, and so on", caplog.text)
+    caplog.clear()
+    config = Gemma4Config.from_hf(TINY["31b"])
+    files = (tmp_path / "trained").glob("*.safetensors")
+    tree = from_hf_names({n: x for file in files for n, x in load_file(file).items()}, config)
+    assert all((np.asarray(tree[name], np.float32) == x).all() for name, x in good.items())
+    assert "the tree of tensors: " in caplog.text
+
+
+def test_a_drafter_of_another_size_is_refused_before_weights_are_read(target: Path, drafter: Path):
+    """The first `generate` refused it, after minutes of loading."""
+
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.embed_tokens.weight"][:] = np.nan  # an error of its own, if it is read
+
+    _edit_tensors(_shard(target), spoil)
+    with pytest.raises(
+        ConfigError, match="does not fit the target: num_target_layers: drafter 4, "
+    ):
+        jaxspec.load(str(target), str(drafter))
 
 
 def test_every_wrong_tensor_is_listed(target: Path, tmp_path: Path):
@@ -481,6 +607,7 @@ def test_interrupted_by_a_signal(target: Path, tmp_path: Path):
 import signal, time, typer
 from jaxspec.commands import interruption
 from jaxspec.weights import source
+import jaxspec
 from jaxspec.commands.convert import convert_command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background have not
 read = source.HFSource.read
