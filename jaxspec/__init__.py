@@ -17,6 +17,7 @@ _HOMES = {
     "options": ("Drafting", "ProgramFeatures", "FieldError", "Sampling", "Tree"),
     "engine.request": ("Completion", "Request", "Update"),
     "rollout.batch": ("GenerateResult", "Prompts"),
+    "plots": ("plot_acceptance",),
     "runtime.runtime": ("Programs",),
     "rollout.sampler": ("Sampler",),
     "rollout.scoring": ("Sequences", "score"),
@@ -49,6 +50,7 @@ __all__ = [
     "load",
     "make_mesh",
     "place_params",
+    "plot_acceptance",
     "save",
     "save_hf",
     "score",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.request import Completion, Request, Update
     from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, Tree
+    from jaxspec.plots import plot_acceptance
     from jaxspec.rollout.batch import GenerateResult, Prompts
     from jaxspec.rollout.sampler import Sampler
     from jaxspec.rollout.scoring import Sequences, score

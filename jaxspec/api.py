@@ -10,8 +10,11 @@ for programs that train. Inside a jitted program of your own, use the functions 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from jax.sharding import Mesh
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Reason, Request, Update
 from jaxspec.jax_settings import check_devices, check_jax_settings
-from jaxspec.options import Drafting, FieldError, Sampling, at_least
+from jaxspec.options import Drafting, FieldError, Sampling, as_record, at_least, near_names
 from jaxspec.rollout.batch import check_ids, is_conversation, is_one, is_sequence
 from jaxspec.runtime.runtime import Programs
 from jaxspec.text.grammars import Grammar, GrammarTokens
@@ -168,8 +171,8 @@ class Pair:
         prompts: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int = 128,
-        sampling: Sampling = Sampling(),
-        drafting: Drafting = Drafting(),
+        sampling: Sampling | Mapping[str, Any] = Sampling(),
+        drafting: Drafting | Mapping[str, Any] = Drafting(),
         seed: int = 0,
         num_samples: int = 1,
         chat: bool = False,
@@ -180,13 +183,15 @@ class Pair:
         batch_size: int | None = None,
         cache_length: int | None = None,
         invariant: bool = False,
+        progress: bool | None = None,
+        **sampling_values: Any,
     ) -> Any:
         """Continue one prompt, or a list of them.
 
         Args:
           prompts: text, a conversation, or token ids; or a list of such. A conversation is a list of messages,
             {"role": ..., "content": ...} each, and goes through the checkpoint's chat template.
-          sampling: what each prompt asks; the default is greedy.
+          sampling: what each prompt asks, or a mapping of its fields; the default is greedy.
           drafting: how to draft and to verify drafts.
           seed: 0 to 2**32 - 1. With a completion's place in the list it names that completion's random draws.
           num_samples: completions of each prompt, one after the other; each reads the prompt for itself.
@@ -200,6 +205,9 @@ class Pair:
           cache_length: positions of each; None for as many as the longest needs.
           invariant: with `batch_size` and `cache_length` given, the continuation of a prompt at its index in the list
             does not depend on the others, to the last bit. On a CPU that holds in any case.
+          progress: whether to show a bar on standard error; None: for several completions, in a terminal and in a
+            notebook.
+          sampling_values: fields of `Sampling`, such as temperature=0.7, instead of those of `sampling`.
 
         Returns:
           A `Generation` for one prompt. For a list, or more than one sample, a list in their order.
@@ -216,6 +224,7 @@ class Pair:
             self._encode(name, prompt, chat, chat_options)
             for name, prompt in zip(names, all_prompts, strict=True)
         ]
+        sampling = _with_values(sampling, sampling_values, self.generate)
         options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos, grammar)
         requests = [Request(ids, **options) for _, ids in encoded for _ in range(num_samples)]
         engine = Engine.fitting(
@@ -239,7 +248,12 @@ class Pair:
                 errors.append(f"{name}: {error}")
         if errors:
             raise ValueError("\n".join(errors))
-        done = {e.id: e for e in engine.run(checked) if isinstance(e, Completion)}
+        done: dict[Any, Completion] = {}
+        with _progress_bar(len(checked), progress) as bar:
+            for event in engine.run(checked):
+                if isinstance(event, Completion):
+                    done[event.id] = event
+                    bar.update()
         generations = [
             self._generation(encoded[i // num_samples], done[i], stop_texts)
             for i in range(len(checked))
@@ -251,8 +265,8 @@ class Pair:
         prompt: Prompt,
         *,
         max_new_tokens: int = 128,
-        sampling: Sampling = Sampling(),
-        drafting: Drafting = Drafting(),
+        sampling: Sampling | Mapping[str, Any] = Sampling(),
+        drafting: Drafting | Mapping[str, Any] = Drafting(),
         seed: int = 0,
         chat: bool = False,
         chat_options: Mapping[str, Any] | None = None,
@@ -260,6 +274,7 @@ class Pair:
         ignore_eos: bool = False,
         grammar: Grammar | None = None,
         cache_length: int | None = None,
+        **sampling_values: Any,
     ) -> Generator[str, None, Generation]:
         """Continue one prompt, and yield pieces of its text as they become certain.
 
@@ -270,6 +285,7 @@ class Pair:
         """
         if not is_one(prompt):
             raise ValueError("stream takes one prompt; generate takes several")
+        sampling = _with_values(sampling, sampling_values, self.stream)
         encoded = self._encode("the prompt", prompt, chat, chat_options)
         options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos, grammar)
         request = Request(encoded[1], **options)
@@ -400,6 +416,33 @@ class Pair:
             done.top_logprobs,
             done.error,
         )
+
+
+def _with_values(sampling: Any, values: Mapping[str, Any], method: Callable[..., Any]) -> Sampling:
+    """Return the sampling options of a call, with those that it names itself.
+
+    Raises:
+      TypeError: the method has no such argument, and `Sampling` no such field.
+    """
+    fields = [f.name for f in dataclasses.fields(Sampling)]
+    for name in values:
+        if name not in fields:
+            known = [*inspect.signature(method).parameters][:-1] + fields
+            raise TypeError(
+                f"{method.__name__}() has no argument {name!r}{near_names(name, known)}"
+            )
+    return replace(as_record(Sampling, "sampling", sampling), **values)
+
+
+def _progress_bar(total: int, wanted: bool | None) -> Any:
+    """Return a bar for so many completions; None as `wanted`: for several, where it is seen."""
+    from tqdm.auto import tqdm  # a bar of the notebook where there is one
+
+    if wanted is None:
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        is_notebook = "IPKernelApp" in getattr(shell, "config", ())
+        wanted = total > 1 and (is_notebook or sys.stderr.isatty())
+    return tqdm(total=total, disable=not wanted, unit="completion", leave=False)
 
 
 generate = Pair.generate

@@ -12,6 +12,7 @@ needs JAX, so refusing costs no start-up.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import numbers
 import reprlib
@@ -19,7 +20,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
+
+RecordT = TypeVar("RecordT")
 
 Verification = Literal["standard", "block"]
 
@@ -100,12 +103,17 @@ class Range:
     high: int | None = None
     kind: Kind = "a number"
 
+    @property
+    def end(self) -> int | None:
+        """The number that whole numbers without a limit of their own stay below."""
+        return 2**31 if self.kind == "a whole number" and self.high is None else None
+
     def refusal(self, value: Any) -> str | None:
         """Say what is wrong with a value, or None when it is allowed."""
         if not is_a(self.kind, value):
             more = f", {self.words}" if self.words != self.kind else ""
             return f"is {_REPR.repr(value)}; it must be {self.kind}{more}"
-        if self.kind == "a whole number" and value >= 2**31 and self.high is None:
+        if self.end is not None and value >= self.end:
             return f"is {shown(value)}; it must be {self.words}, and below 2**31"
         return None if self.allows(value) else f"is {shown(value)}; it must be {self.words}"
 
@@ -197,6 +205,32 @@ def check_ranges(record: Any) -> None:
     """
     for name, wrong in out_of_range(record):
         raise FieldError(name, wrong)
+
+
+def as_record(kind: type[RecordT], field: str, value: Any) -> RecordT:
+    """Return a record of options, made of a mapping of its fields if it is one.
+
+    Raises:
+      FieldError: it is neither, or names a field that there is not.
+    """
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise FieldError(field, f"is {shown(value)}; it must be a {kind.__name__}")
+    known = [f.name for f in dataclasses.fields(cast(Any, kind))]
+    for name in value:
+        if name not in known:
+            raise FieldError(field, f"has no field {name!r}{near_names(name, known)}")
+    return kind(**value)
+
+
+def near_names(name: object, known: Iterable[str]) -> str:
+    """Return the end of a message about a name that is not known: those that are like it."""
+    usual = {"max_tokens": "max_new_tokens", "n": "num_samples", "stop": "stop_texts"}
+    near = difflib.get_close_matches(str(name), known := [*known], 2, 0.6)
+    if usual.get(str(name)) in known:
+        near = [usual[str(name)]]
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(known)}"
 
 
 def out_of_range(record: Any) -> Iterator[tuple[str, str]]:

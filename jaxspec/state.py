@@ -111,6 +111,14 @@ class DecodeSpec:
                 )
 
     @property
+    def title(self) -> str:
+        """The models in one line."""
+        target = f"{self.target.module.__name__} {self.target.dtypes}"
+        if self.drafter is None:
+            return f"{target}, no drafter"
+        return f"{target} + {self.drafter.module.__name__}, {self.num_draft_tokens} draft tokens"
+
+    @property
     def num_draft_tokens(self) -> int:
         """Tokens drafted in a step, the anchor not counted; 0 without a drafter."""
         return 0 if self.drafter is None else self.drafting.num_draft_tokens or 0

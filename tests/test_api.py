@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import Drafting, Engine, FieldError, Generation, Pair, Sampler, Sampling
+from jaxspec import Drafting, Engine, FieldError, Generation, OpenEngine, Pair, Sampler, Sampling
 from jaxspec.commands.generate.prompts import PromptInput, encode
 from jaxspec.registry import presets
 from jaxspec.tokenizer import TokenizerError
@@ -92,6 +93,84 @@ def test_options_are_records(pair: Pair, done: Generation) -> None:
     assert stopped.finish_reason == "stop"
 
 
+def test_sampling_by_keywords_and_by_a_mapping(pair: Pair) -> None:
+    """Both raised AttributeError or TypeError, as with no other engine."""
+    ways: list[dict[str, Any]] = [
+        dict(sampling=Sampling(temperature=1.0, top_k=5)),
+        dict(sampling=dict(temperature=1.0, top_k=5)),
+        dict(temperature=1.0, top_k=5),
+        dict(sampling=Sampling(temperature=1.0), top_k=5),
+    ]
+    drawn = {pair.generate(TEXT, max_new_tokens=NEW, seed=3, **way).token_ids for way in ways}
+    assert len(drawn) == 1
+    assert drawn != {pair.generate(TEXT, max_new_tokens=NEW).token_ids}
+    assert "".join(pair.stream(TEXT, max_new_tokens=NEW, seed=3, temperature=1.0, top_k=5))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(max_tokens=4), TypeError, "no argument 'max_tokens'; did you mean max_new_tokens"),
+        (dict(temprature=1.0), TypeError, "no argument 'temprature'; did you mean temperature"),
+        (dict(n=4), TypeError, "no argument 'n'; did you mean num_samples"),
+        (dict(best_of=4), TypeError, "no argument 'best_of'; known are prompts, max_new_tokens, "),
+        (dict(top_k=2**31), FieldError, "top_k is 2147483648; it must be 0 or more"),
+        (
+            dict(sampling={"topk": 1}),
+            FieldError,
+            "sampling has no field 'topk'; did you mean top_k",
+        ),
+        (dict(sampling=0.7), FieldError, "sampling is 0.7; it must be a Sampling"),
+        (dict(drafting={"drafts": 1}), FieldError, "drafting has no field 'drafts'"),
+    ],
+)
+def test_options_that_are_not_known(
+    pair: Pair, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    call = getattr(Pair.generate, "__wrapped__", Pair.generate)  # without checks of annotations
+    with pytest.raises(error, match=message):
+        call(pair, TEXT, **options)
+
+
+def test_a_bar_counts_completions_where_it_is_seen(
+    pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [pair.encode(TEXT)] * 2
+
+    def shown(**options: Any) -> str:
+        pair.generate(prompts, max_new_tokens=2, **options)
+        return capsys.readouterr().err
+
+    assert shown() == ""  # standard error is no terminal
+    assert "0/2" in shown(progress=True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert "0/2" in shown()
+    assert shown(progress=False) == ""
+    pair.generate(prompts[0], max_new_tokens=2)
+    assert capsys.readouterr().err == ""  # one completion
+
+
+def test_a_picture_of_acceptance(pair: Pair, done: Generation) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    def heights(result: Any) -> list[float]:
+        axes = Figure().subplots()
+        assert jaxspec.plot_acceptance(result, axes) is axes
+        return [bar.get_height() for bar in axes.patches]
+
+    sampler = Sampler(pair, max_new_tokens=NEW)
+    assert pair.drafter is not None
+    result = sampler(pair.target.params, pair.drafter.params, [done.prompt_ids])
+    shares = result.accepted_per_depth().tolist()
+    assert heights(result) == pytest.approx(shares)
+    for of_pair in (done, [done, done]):
+        drawn = heights(of_pair)
+        assert drawn == pytest.approx(shares[: len(drawn)])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        jaxspec.plot_acceptance(pair.plain().generate(TEXT, max_new_tokens=2))
+
+
 def test_a_second_call_compiles_nothing(pair: Pair, done: Generation) -> None:
     programs = len(pair.programs.compiled)
     pair.generate(TEXT, max_new_tokens=NEW, seed=3)
@@ -168,7 +247,11 @@ def test_an_empty_text_is_refused_wherever_it_is_given(pair: Pair) -> None:
 def test_what_is_shown_is_short(pair: Pair) -> None:
     big = model_def_of(presets()["31b"], "bfloat16")
     engine, sampler = Engine(*pair, cache_length=64), Sampler(pair)
-    for thing in (pair, pair.target, pair.drafter, pair.target.model_def, big, engine, sampler):
+    opened = OpenEngine(engine)
+    opened.close()
+    things = (pair, pair.target, pair.drafter, pair.target.model_def, big, engine, sampler, opened)
+    for thing in things:
+        assert " object at 0x" not in repr(thing)
         shown = repr(thing)
         assert "\n" not in shown
         assert len(shown) < 400

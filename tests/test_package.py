@@ -159,7 +159,7 @@ jaxspec.__main__ checkpoints_convert.__main__
 jaxspec.commands
 jaxspec
 jaxspec.serving
-jaxspec.api
+jaxspec.api jaxspec.plots
 jaxspec.engine jaxspec.rollout
 jaxspec.runtime
 jaxspec.decode jaxspec.row_subset jaxspec.constraint

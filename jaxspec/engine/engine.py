@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,7 +42,15 @@ from jaxspec.engine.request import (
     with_identity,
 )
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.options import ChooseLength, Drafting, FieldError, ProgramFeatures, Range, at_least
+from jaxspec.options import (
+    ChooseLength,
+    Drafting,
+    FieldError,
+    ProgramFeatures,
+    Range,
+    as_record,
+    at_least,
+)
 from jaxspec.runtime import memory
 from jaxspec.runtime.prefill import bucket, default_read_ahead, rows_bucket
 from jaxspec.runtime.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
@@ -96,8 +104,8 @@ class Engine:
         target: LoadedModel,
         drafter: LoadedModel | None,
         *,
-        drafting: Drafting = Drafting(),
-        program_features: ProgramFeatures = ProgramFeatures(),
+        drafting: Drafting | Mapping[str, Any] = Drafting(),
+        program_features: ProgramFeatures | Mapping[str, Any] = ProgramFeatures(),
         batch_size: int = 1,
         cache_length: int = 1024,
         num_stop_ids: int = STOP_IDS,
@@ -110,6 +118,8 @@ class Engine:
         prefix_host_bytes: int = 0,
         programs: Programs | None = None,
     ):
+        drafting = as_record(Drafting, "drafting", drafting)
+        program_features = as_record(ProgramFeatures, "program_features", program_features)
         for name, value in (
             ("batch_size", batch_size),
             ("cache_length", cache_length),
@@ -187,8 +197,8 @@ class Engine:
         drafter: LoadedModel | None,
         requests: Sequence[Request],
         *,
-        drafting: Drafting = Drafting(),
-        program_features: ProgramFeatures | None = None,
+        drafting: Drafting | Mapping[str, Any] = Drafting(),
+        program_features: ProgramFeatures | Mapping[str, Any] | None = None,
         batch_size: int = 1,
         cache_length: int | None = None,
         read_ahead: int | None = None,
@@ -214,6 +224,8 @@ class Engine:
                 [r.sampling for r in requests],
                 grammars=any(r.grammar is not None for r in requests),
             )
+        drafting = as_record(Drafting, "drafting", drafting)
+        program_features = as_record(ProgramFeatures, "program_features", program_features)
         spec = make_spec(target, drafter, drafting, program_features)
         if cache_length is None:
             fitting = [r for r in requests if check_for_spec(spec, r) is None]
@@ -234,6 +246,13 @@ class Engine:
             num_stop_ids=max((r.num_stop_ids for r in requests), default=1),
             read_ahead=read_ahead,
             **options,
+        )
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return (
+            f"Engine({self.spec.title}, batch_size={self.batch_size}, "
+            f"cache_length={self.cache_length}, {len(self._live)} requests)"
         )
 
     # --- properties ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ rounds shapes up, so that a few programs serve all calls.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxspec.options import FieldError, Sampling, shown
+from jaxspec.options import FieldError, Sampling, as_record, shown
 from jaxspec.rollout.batch import (
     Prompts,
     has_adjustments_of,
@@ -48,7 +48,7 @@ def is_inside_jit() -> bool:
 def make_inputs(
     plan: RolloutPlan,
     prompts: Prompts | Value,
-    sampling: Sampling | SamplingParams | None,
+    sampling: Sampling | SamplingParams | Mapping[str, Any] | None,
     seeds: Value,
     max_new_tokens: Value,
     stop_ids: Value,
@@ -199,8 +199,9 @@ def _check_positions(plan: RolloutPlan, prompts: Prompts, limits: Any) -> None:
 
 
 def _sampling(plan: RolloutPlan, sampling: Any, rows: int, expected: str) -> SamplingParams:
-    if sampling is None or isinstance(sampling, Sampling):
-        return same_for_all(plan.spec, rows, sampling or Sampling())
+    if not isinstance(sampling, SamplingParams):
+        record = Sampling() if sampling is None else as_record(Sampling, "sampling", sampling)
+        return same_for_all(plan.spec, rows, record)
     if sampling.temperature.shape != (rows,):
         raise FieldError("sampling", f"has {sampling.temperature.shape[0]} rows; {expected}")
     if not has_adjustments_of(plan.spec, sampling, rows):

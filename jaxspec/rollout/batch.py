@@ -14,7 +14,7 @@ from flax import struct
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxspec.options import BIAS, PENALTIES, RANGES, VALUES, FieldError, Sampling
+from jaxspec.options import BIAS, PENALTIES, RANGES, VALUES, FieldError, Sampling, near_names
 from jaxspec.runtime.prefill import SMALLEST_PREFILL, bucket
 from jaxspec.runtime.runtime import cache_bucket
 from jaxspec.sampling import Logprobs, SamplingParams
@@ -364,7 +364,7 @@ def _check_value(spec: DecodeSpec, name: str, value: Any, rows: int) -> None:
     biases = ("bias_ids", "bias_values")
     known = (*VALUES, *biases)
     if name not in known:
-        raise ValueError(f"{name} is not a sampling value; known are {', '.join(known)}")
+        raise ValueError(f"{name} is not a sampling value{near_names(name, known)}")
     if name in PENALTIES and not spec.program_features.penalties:
         raise FieldError(name, "was given, but the sampler was made without penalties=True")
     shape, max_biases = np.shape(value), spec.program_features.num_biases
@@ -390,5 +390,8 @@ def _check_value(spec: DecodeSpec, name: str, value: Any, rows: int) -> None:
     else:
         allowed = BIAS if name == "bias_values" else RANGES[name]
         words, fits = allowed.words, allowed.allows(numbers)
+        if allowed.end is not None:
+            words, fits = f"{words}, and below 2**31", fits & (numbers < allowed.end)
     if not np.all(fits):
-        raise FieldError(name, f"is {numbers[~fits].flat[0]:g}; it must be {words}")
+        first = numbers[~fits].flat[0]
+        raise FieldError(name, f"is {first:{'.0f' if is_whole else 'g'}}; it must be {words}")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -30,7 +30,14 @@ from jax.typing import ArrayLike
 
 from jaxspec._deprecated import renamed_keywords
 from jaxspec.engine.request import num_kept_tokens
-from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, at_least
+from jaxspec.options import (
+    Drafting,
+    FieldError,
+    ProgramFeatures,
+    Sampling,
+    as_record,
+    at_least,
+)
 from jaxspec.rollout.arguments import is_inside_jit, is_traced, make_inputs, pad_inputs, token_ids
 from jaxspec.rollout.batch import GenerateResult, Prompts, sampling_params
 from jaxspec.rollout.programs import first_rows, inside, on, programs_of, result_of, retire
@@ -87,8 +94,8 @@ class Sampler:
         num_samples: int = 1,
         batch_size: int | None = None,
         stop_ids: Sequence[int] | None = None,
-        drafting: Drafting = Drafting(),
-        program_features: ProgramFeatures = ProgramFeatures(),
+        drafting: Drafting | Mapping[str, Any] = Drafting(),
+        program_features: ProgramFeatures | Mapping[str, Any] = ProgramFeatures(),
         dtype: str | None = None,
     ):
         for name, value in (
@@ -98,6 +105,8 @@ class Sampler:
         ):
             if value is not None and (wrong := at_least(1).refusal(value)):
                 raise FieldError(name, wrong)
+        drafting = as_record(Drafting, "drafting", drafting)
+        program_features = as_record(ProgramFeatures, "program_features", program_features)
         if program_features.grammars:
             raise FieldError(
                 "grammars",
@@ -123,6 +132,14 @@ class Sampler:
         self._programs = programs_of(self.plan)
         self._known = KnownParams()
         self._fitting: set[Any] = set()  # shapes of prompts that fit into memory
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        slots = f", batch_size={self.plan.batch_size}" if self.plan.batch_size else ""
+        return (
+            f"Sampler({self.spec.title}, max_new_tokens={self.max_new_tokens}, "
+            f"num_samples={self.num_samples}{slots})"
+        )
 
     @property
     def spec(self) -> DecodeSpec:
@@ -166,7 +183,7 @@ class Sampler:
         target_params: Any,
         drafter_params: Any,
         prompts: Prompts | ArrayLike | Sequence[Sequence[int]],
-        sampling: Sampling | SamplingParams | None = None,
+        sampling: Sampling | SamplingParams | Mapping[str, Any] | None = None,
         seeds: ArrayLike | Sequence[int] = 0,
         *,
         max_new_tokens: ArrayLike | Sequence[int] | None = None,
@@ -181,7 +198,7 @@ class Sampler:
             takes them. They are not donated.
           prompts: padded ids and their lengths; an array without padding; or, outside of jit,
             sequences of ids.
-          sampling: of all rows; or parameters of R rows, see `sampling`. None is greedy.
+          sampling: of all rows, or a mapping of its fields; or parameters of R rows, see `sampling`. None is greedy.
           seeds: one integer from 0 to 2**32 - 1 or typed key, or R of them. With one for all, row i
             has the key `fold_in(key(seed), i)`, as request i of an engine has. A row draws by its
             key alone.
@@ -230,7 +247,7 @@ class Sampler:
         target_params: Any,
         drafter_params: Any,
         prompts: Prompts | ArrayLike | Sequence[Sequence[int]],
-        sampling: Sampling | SamplingParams | None = None,
+        sampling: Sampling | SamplingParams | Mapping[str, Any] | None = None,
         seeds: ArrayLike | Sequence[int] = 0,
         *,
         max_new_tokens: ArrayLike | Sequence[int] | None = None,

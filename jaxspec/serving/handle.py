@@ -45,6 +45,13 @@ class Handle:
         self._waiters: list[Waiter] = []
         self.was_retried = False
 
+    def __repr__(self) -> str:
+        """Return one line."""
+        newest = self.newest
+        tokens = len(newest.token_ids) if newest else 0
+        state = newest.finish_reason if isinstance(newest, Completion) else "not done"
+        return f"Handle({self.request.id!r}, {tokens} tokens, {state})"
+
     @property
     def completion(self) -> Completion | None:
         """Completion of the request; None while it runs."""

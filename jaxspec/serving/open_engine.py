@@ -142,6 +142,11 @@ class OpenEngine:
         """Return the engine. The end of the block closes it."""
         return self
 
+    def __repr__(self) -> str:
+        """Return one line."""
+        running, waiting = self.num_running, self.num_waiting
+        return f"OpenEngine({self._state}, {running} running, {waiting} waiting, {self.engine!r})"
+
     def __exit__(self, *error: object) -> None:
         """Cancel all requests, and end the worker."""
         self.close()

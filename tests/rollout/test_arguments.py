@@ -40,6 +40,7 @@ def asked(plan: RolloutPlan = PLAN, **changes: Any) -> Any:
         (dict(max_new_tokens=[8, 8, 9, 8]), "max_new_tokens", "got 9; .* 8 is the sampler's"),
         (dict(max_new_tokens=2.5), "max_new_tokens", r"got 2\.5; expected whole"),
         (dict(max_new_tokens=[1, 2]), "max_new_tokens", "expected 4: 2 prompts, 2 of num_samples"),
+        (dict(sampling=dict(temprature=1)), "sampling", "did you mean temperature"),
         (dict(seeds=-1), "seeds", "got -1; expected whole numbers from 0 to 4294967295"),
         (dict(seeds=2**32), "seeds", "got 4294967296; expected"),
         (dict(seeds=2**70), "seeds", "got 1180591620717411303424; expected"),

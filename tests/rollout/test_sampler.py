@@ -469,6 +469,8 @@ def test_what_needs_the_host_is_refused_in_jit(sampler: Sampler, target: LoadedM
         (dict(top_p=0.0), r"top_p is 0; it must be in \(0, 1\]"),
         (dict(min_p=1.5), r"min_p is 1.5; it must be in \[0, 1\]"),
         (dict(top_k=-3), "top_k is -3"),
+        (dict(top_k=2**31), "top_k is 2147483648; it must be 0 or more; 0: off, and below"),
+        (dict(top_k=np.array([2**40, 0, 0, 0])), "top_k is 1099511627776; it must be 0 or more"),
         (dict(repetition_penalty=0.0), "repetition_penalty is 0; it must be from 1e-6 to 1e6"),
         (dict(frequency_penalty=np.inf), "frequency_penalty is inf; it must be from -1e6 to 1e6"),
         (dict(bias_ids=[[1]] * 4), "the sampler's num_biases"),
