@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, cast
 
 RecordT = TypeVar("RecordT")
@@ -179,6 +180,7 @@ def option(
     flag: str | None = None,
     needs: tuple[str, ...] = (),
     secret: bool = False,
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Declare a field of a record.
 
@@ -190,8 +192,11 @@ def option(
       flag: the option on the command line, if that is not `--` and the field's name.
       needs: fields that must be set with it.
       secret: whether to hide it when the record is printed.
+      instead: what to do instead of giving it values that other programs take.
     """
-    metadata = dict(help=help, range=range, metavar=metavar, flag=flag, needs=needs)
+    metadata = dict(
+        help=help, range=range, metavar=metavar, flag=flag, needs=needs, instead=instead
+    )
     if isinstance(default, dict):
         return field(default_factory=dict, hash=False, metadata=metadata)
     return field(default=default, repr=not secret, metadata=metadata)

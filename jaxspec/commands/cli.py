@@ -8,9 +8,10 @@ message, nothing done; 130, Ctrl-C; 143, SIGTERM; 141, the reader of standard ou
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import jaxspec
 from jaxspec.commands.bench.command import bench_command
@@ -18,6 +19,54 @@ from jaxspec.commands.check.command import check_command
 from jaxspec.commands.convert import convert_command
 from jaxspec.commands.generate.command import generate
 from jaxspec.commands.serve.command import serve
+
+OTHER_NAMES = {
+    "--target target": "--model --model-path --model-id --pretrained --checkpoint",
+    "--drafter drafter": "--draft-model --speculative-model --assistant-model --spec-model",
+    "--num-draft-tokens": "--num-speculative-tokens --num-assistant-tokens --draft-max --spec-tokens",
+    "--max-new-tokens --new-tokens": "--max-tokens --max-completion-tokens --max-length --n-predict",
+    "--cache-length": "--max-model-len --ctx-size --context-size --max-seq-len",
+    "--slots --batch-size": "--max-num-seqs --parallel --max-batch-size",
+    "--max-prefill-tokens": "--max-num-batched-tokens --chunked-prefill-size",
+    "--mesh": "--tensor-parallel-size --tp --tp-size --data-parallel-size --dp",
+    "--quantize": "--quantization --load-in-8bit --load-in-4bit",
+    "--kv-dtype": "--kv-cache-dtype --cache-type-k --cache-type-v",
+    "--temperature": "--temp",
+    "--repetition-penalty": "--repeat-penalty",
+    "--num-samples": "--n --num-return-sequences --best-of",
+    "--prompts": "--prompt-file --input --input-file",
+    "prompts": "--prompt",
+    "--json": "--output --output-file --out",
+    "--stop-id": "--stop-token-ids --eos-token-id",
+    "--json-schema": "--guided-json --schema",
+    "--regex": "--guided-regex",
+    "--lark": "--guided-grammar --grammar --grammar-file",
+    "--prefix-gib": "--enable-prefix-caching --prefix-cache",
+    "--token": "--hf-token --auth-token",
+}
+"""Options of other programs, by what they are here: an option, or else an argument."""
+
+
+class Command(TyperCommand):
+    """A command that knows the names of its options in other programs."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments. An option that is not known is answered with ours of its meaning."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # Typer brings its own copy of click, or uses click, so that the class has two homes.
+            wrong = getattr(error, "option_name", None)
+            own = {name for p in self.params for name in p.opts}
+            for ours, theirs in OTHER_NAMES.items():
+                known = [name for name in ours.split() if name in own]
+                if known and wrong in theirs.split() and hasattr(error, "possibilities"):
+                    name = known[0]
+                    is_option = name.startswith("--")
+                    shown = name if is_option else f"the argument {name.upper()}"
+                    error.possibilities = [shown]  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+
 
 app = typer.Typer(
     name="jaxspec",
@@ -52,8 +101,8 @@ def _options(
     pass
 
 
-app.command("generate")(generate)
-app.command("check")(check_command)
-app.command("bench")(bench_command)
-app.command("convert")(convert_command)
-app.command("serve")(serve)
+app.command("generate", cls=Command)(generate)
+app.command("check", cls=Command)(check_command)
+app.command("bench", cls=Command)(bench_command)
+app.command("convert", cls=Command)(convert_command)
+app.command("serve", cls=Command)(serve)

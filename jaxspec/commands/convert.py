@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from jaxspec.commands import interruption
-from jaxspec.commands.models import Quantized
+from jaxspec.commands.models import INSTEAD, QUANTIZE, Dtype, Quantized
 from jaxspec.commands.options import UsageError, command, explained
 from jaxspec.commands.progress import ticking
 from jaxspec.options import option
@@ -34,11 +34,11 @@ class ConvertOptions:
     """The direction and source of a conversion."""
 
     to_hf: bool = option(False, "The other way: write a directory of ours as Hugging Face files.")
-    dtype: str | None = option(
-        None, "Cast all parameters. Default: as in SRC.", metavar="float32|bfloat16"
+    dtype: Dtype | None = option(None, "Cast all parameters. Default: as in SRC.", instead=INSTEAD)
+    quantize: Quantized | None = option(
+        None, f"Quantise linears and experts. {QUANTIZE}", metavar="FORMAT"
     )
-    quantize: Quantized | None = option(None, "Quantise linears and experts.")
-    quantize_head: Quantized | None = option(None, "Also embedding and head.")
+    quantize_head: Quantized | None = option(None, "Also embedding and head.", metavar="FORMAT")
     revision: str | None = option(
         None, "Branch, tag or commit of a hub id. Default: its main branch."
     )
@@ -53,8 +53,6 @@ class ConvertOptions:
         Raises:
           UsageError: naming the option.
         """
-        if self.dtype not in (None, "float32", "bfloat16"):
-            raise UsageError(f"--dtype is float32 or bfloat16, not {self.dtype!r}")
         formats = self.quantize or self.quantize_head
         if self.to_hf and (self.dtype or formats or self.revision or self.token or self.offline):
             raise UsageError("--to-hf takes no other option: it restores the files as they came")

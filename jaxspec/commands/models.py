@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,10 +29,24 @@ Quantized = Literal[
 ]
 KVDtype = Literal["bfloat16", "float32", "fp8"]
 
+FORMATS = typing.get_args(Quantized)
+QUANTIZE = f"Formats: {', '.join(FORMATS)}."
+DTYPES = {
+    "auto": "leave it out",
+    "bf16": "write bfloat16",
+    **dict.fromkeys(("float16", "fp16", "half"), "bfloat16 takes as little memory"),
+    **dict.fromkeys(("fp32", "float", "float64"), "float32 is the most precise"),
+}
+"""What to give instead of dtypes that other programs take."""
+INSTEAD = DTYPES | {f: f"for weights in {f} leave it out, and add --quantize {f}" for f in FORMATS}
+KV_INSTEAD = DTYPES | dict.fromkeys(
+    ("int8", "fp8_e4m3", "fp8_e5m2", "q8_0"), "fp8 takes half of bfloat16's memory"
+)
+
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A target and its drafter: their sources, formats and devices."""
+    """A target and its drafter: their sources, formats, devices and compiled programs."""
 
     target: str | None = option(
         None,
@@ -52,26 +67,36 @@ class ModelOptions:
     )
     offline: bool = option(False, "Use what is in the hub cache, and no network.")
     dtype: Dtype | None = option(
-        None, "Of weights and caches. Default: bfloat16 on GPU, float32 on CPU."
+        None,
+        "Of weights and caches. Default: bfloat16 on GPU, float32 on CPU.",
+        instead=INSTEAD,
     )
     kv_dtype: KVDtype | None = option(
         None,
         "Of the target's keys and values in caches. fp8 halves what bfloat16 takes, and rounds. "
         "Default: as --dtype.",
+        instead=KV_INSTEAD,
     )
     quantize: Quantized | None = option(
-        None, "Quantise the target's linears and experts while they are loaded."
+        None,
+        f"Quantise the target's linears and experts while they are loaded. {QUANTIZE}",
+        metavar="FORMAT",
     )
     quantize_head: Quantized | None = option(
-        None, "Also its embedding and head, which are one table in Gemma 4 and small Qwen3 models."
+        None,
+        "Also its embedding and head, which are one table in Gemma 4 and small Qwen3 models.",
+        metavar="FORMAT",
     )
     quantize_drafter: Quantized | None = option(
-        None, "Also the drafter, its own head included. This changes acceptance, never the output."
+        None,
+        "Also the drafter, its own head included. This changes acceptance, never the output.",
+        metavar="FORMAT",
     )
     quantize_draft_head: Quantized | None = option(
         None,
         "Draft with a copy of the target's head in this format. This changes acceptance, never the "
         "output. For DFlash drafters, which borrow the head.",
+        metavar="FORMAT",
     )
     mesh: str | None = option(
         None,
@@ -83,6 +108,12 @@ class ModelOptions:
         "With --mesh: this is one of several processes, each started with this same command by "
         "Slurm, Open MPI or Kubernetes; the mesh is over the devices of all, and the first one "
         "writes.",
+    )
+
+    compilation_cache: str | None = option(
+        None,
+        "Where compiled programs are kept from run to run. Default: the user's cache directory.",
+        metavar="DIR|off",
     )
 
     def __post_init__(self) -> None:

@@ -14,13 +14,16 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -175,14 +178,20 @@ def _option(
     """
     about = field.metadata
     help_text, allowed = about.get("help"), about.get("range")
+    metavar = about.get("metavar")
     flag = about.get("flag") or _flag(" ".join(path))
     default = None if field.default is dataclasses.MISSING else field.default
-    if optional and isinstance(default, int | float) and not isinstance(default, bool):
-        help_text = f"{help_text} [dim]\\[default: {default:g}][/]"
+    if isinstance(default, int | float | str) and not isinstance(default, bool):
+        shown = f"{default:g}" if isinstance(default, float) else default
+        help_text = f"{help_text} Default: {shown}."
     read: Callable[[Any], Any] = lambda value: value  # noqa: E731
     if hint in _READERS:
         typed, reader = _READERS[hint]
         read, default = functools.partial(reader, flag), None
+    elif typing.get_origin(hint) is Literal:
+        choices, typed, default = typing.get_args(hint), str, None if optional else default
+        metavar = metavar or f"<{'|'.join(choices)}>"
+        read = functools.partial(_read_choice, flag, choices, about.get("instead", {}))
     elif typing.get_origin(hint) is tuple:
         typed, read, default = list[typing.get_args(hint)[0]], tuple, None
     else:
@@ -192,8 +201,9 @@ def _option(
     info = typer.Option(
         flag,
         help=help_text,
-        metavar=about.get("metavar"),
+        metavar=metavar,
         rich_help_panel=panel,
+        show_default=False,
         min=limits.low if limits else None,
         max=limits.high if limits else None,
     )
@@ -267,6 +277,32 @@ def _read_biases(flag: str, texts: Sequence[str]) -> dict[int, float]:
                 raise UsageError(f"{flag} names token {token} twice; leave one out")
             biases[token] = bias
     return biases
+
+
+def _read_choice(flag: str, choices: Sequence[str], instead: Mapping[str, str], value: str) -> str:
+    """Read one of a few words; the refusal of another says what to do instead, if that is known."""
+    if value not in choices:
+        *others, last = choices
+        expected = f"{', '.join(others)} or {last}" if others else last
+        advice = f": {instead[value]}" if value in instead else ""
+        raise UsageError(f"{flag} is {expected}, not {value}{advice}")
+    return value
+
+
+def read_text(flag: str, path: Path) -> str:
+    """Return the text of an option's file, or of standard input if that is "-".
+
+    Raises:
+      UsageError: it cannot be read, or is not UTF-8 text.
+    """
+    name = "standard input" if str(path) == "-" else path
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read()
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag}: {name} is not UTF-8 text: {error}") from None
 
 
 def _read_object(flag: str, text: str) -> dict[str, Any]:

@@ -100,6 +100,17 @@ def set_compilation_cache(path: str | None, console: Console) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def prepare(models: ModelOptions, console: Console, *, bundled: bool = True) -> None:
+    """Set up JAX for models before it starts: where programs are kept, and one thread for tiny ones.
+
+    Args:
+      bundled: without a target the bundled one is meant.
+    """
+    set_compilation_cache(models.compilation_cache, console)
+    if models.target is None and bundled and models.mesh is None:
+        use_one_thread()
+
+
 def use_one_thread() -> None:
     """Run CPU programs on one thread, unless NPROC is set; call this before JAX starts.
 

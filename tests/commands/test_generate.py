@@ -148,6 +148,14 @@ def test_standard_input_is_one_prompt_whole(generate: Run) -> None:
     assert [row["prompt"] for row in done.rows] == ["a b\nthe\n"]
 
 
+def test_lines_come_from_standard_input(generate: Run) -> None:
+    """It was "cannot read -"."""
+    done = generate("--prompts", "-", "--json", "-", stdin=b'{"prompt": "a"}\r\n\n{"prompt": "b"}')
+    assert [row["prompt"] for row in done.rows] == ["a", "b"]
+    assert "error: standard input:2: not JSON" in generate("--prompts", "-", stdin=b"\n5,").stderr
+    assert "standard input has no prompts" in generate("--prompts", "-", stdin=b"").stderr
+
+
 def test_prompts_come_from_everywhere_in_order(generate: Run, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "c"}\n\n{"prompt_ids": [2, 264]}\n')

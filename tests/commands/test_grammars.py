@@ -58,7 +58,7 @@ def test_output_is_what_was_asked_for(generate: Run, files: Path) -> None:
         (("--json-schema", "{}/none.json"), "json-schema.*none.json"),
         (("--lark", "{}/none.lark"), "lark.*none.lark"),
         (("--lark", "{}/broken.lark"), "lark cannot be used.*unknown"),
-        (("--lark", "{}/latin.lark"), "lark.*cannot be read.*utf-8"),
+        (("--lark", "{}/latin.lark"), "lark.*is not UTF-8 text.*utf-8"),
         (("--lark", "{}"), "lark.*directory"),
         (("--regex", "(["), "regex cannot be used.*unclosed"),
         (("--regex", ""), "regex.*not empty"),

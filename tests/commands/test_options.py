@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import io
 import time
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,11 +19,13 @@ from typer.testing import CliRunner
 from jaxspec.commands import startup
 from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.check.command import check_command
-from jaxspec.commands.cli import app
+from jaxspec.commands.cli import OTHER_NAMES, app
 from jaxspec.commands.generate.command import generate
+from jaxspec.commands.models import Quantized
 from jaxspec.commands.options import (
     Fields,
     PartialRecord,
+    UsageError,
     as_flag,
     command,
     error_message,
@@ -240,6 +243,78 @@ def test_help_names_every_choice() -> None:
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400"}).output
         missing = [choice for choice in choices if choice not in shown]
         assert not missing, name
+
+
+def test_defaults_look_alike_and_formats_are_listed_once() -> None:
+    """Some were "[default: 0]", some a sentence; and thirteen formats stood at each of four options."""
+    for name in ("generate", "check", "bench", "convert", "serve"):
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "4000"}).output
+        assert "[default" not in shown, name
+        assert shown.count("int4-g128-zeros") == 1, name
+        (line,) = (x for x in shown.splitlines() if "int4-g128-zeros" in x)
+        assert all(fmt in line for fmt in typing.get_args(Quantized))
+    help_text = " ".join(outcome("--help")[1].replace("│", " ").split())
+    for sentence in ("How many. Default: 3.", "How much. Default: 0.5.", "What. Default: round."):
+        assert sentence in help_text
+    assert "Hurry. Default" not in help_text
+
+
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        ("generate --model a", "--target"),
+        ("generate --max-tokens 5", "--max-new-tokens"),
+        ("serve --model a", "the argument TARGET"),
+        ("serve --max-num-seqs 4", "--slots"),
+        ("check --model a", "the argument TARGET"),
+        ("check --max-tokens 5", "--new-tokens"),
+        ("bench --model=a", "--target"),
+        ("generate --max-model-len 99", "--cache-length"),
+    ],
+)
+def test_options_of_other_programs_are_answered_with_ours(args: str, answer: str) -> None:
+    done = CliRunner().invoke(app, args.split(), env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert f"(Possible options: {answer})" in done.output
+
+
+def test_names_of_other_programs_are_not_ours() -> None:
+    commands: Any = typer.main.get_command(app)
+    own = {name for of in commands.commands.values() for p in of.params for name in p.opts}
+    for ours, theirs in OTHER_NAMES.items():
+        assert set(ours.split()) <= own, ours
+        assert not set(theirs.split()) & own, theirs
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("generate a --dtype float16", "float16: bfloat16 takes as little memory"),
+        ("generate a --dtype int8", "for weights in int8 leave it out, and add --quantize int8"),
+        ("convert a b --dtype int8", "add --quantize int8"),
+        ("bench --dtype auto", "--dtype is float32 or bfloat16, not auto: leave it out"),
+        ("check --kv-dtype int8", "--kv-dtype is bfloat16, float32 or fp8, not int8: fp8 takes"),
+        ("serve --quantize int3", "nvfp4 or mxfp4, not int3"),
+    ],
+)
+def test_a_refused_dtype_says_what_to_use(args: str, message: str) -> None:
+    done = CliRunner().invoke(app, args.split())
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("name", ["generate a", "check", "bench", "serve --port 0"])
+def test_every_command_keeps_its_programs(
+    invoke: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Those of bench were kept only where JAX_COMPILATION_CACHE_DIR was set."""
+
+    def kept(path: str | None, console: Console) -> None:
+        raise UsageError(f"kept in {path}")
+
+    monkeypatch.setattr(startup, "set_compilation_cache", kept)
+    outcome = invoke(*name.split(), "--compilation-cache", "here")
+    assert (outcome.code, outcome.stderr.strip()) == (2, "error: kept in here")
 
 
 def test_long_work_says_what_it_does_while_nothing_returns() -> None:

@@ -80,12 +80,12 @@ def bench_command(
     with explained(ValueError, OSError), startup.out_of_memory_explained("--batch-size"):
         if output.plot_path is not None:
             plot.check(output.plot_path)
-        if models.target is None and options.random_weights is None and models.mesh is None:
-            startup.use_one_thread()
+        errors = Console(stderr=True, highlight=False)
+        startup.prepare(models, errors, bundled=options.random_weights is None)
         mesh = startup.mesh_for(models)
         if mesh is not None:
             check_rows(options.batch_sizes, mesh.shape["data"])
-        with output.opened() as file, ticking(Console(stderr=True, highlight=False)) as notify:
+        with output.opened() as file, ticking(errors) as notify:
             notify("making random weights" if options.random_weights else "loading the models")
             if trace.trace is not None:
                 report = run.run_trace(

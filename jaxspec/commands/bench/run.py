@@ -144,6 +144,7 @@ def startup_of(first: dict[str, Any], import_s: float | None, load_s: float) -> 
     total = None
     if import_s is not None and ttft_ms is not None:
         total = import_s + load_s + compile_s + ttft_ms["median"] / 1e3
+    kept = jax.config.values["jax_enable_compilation_cache"]
     return {
         "case": first["label"],
         "batch_size": first["batch_size"],
@@ -151,7 +152,7 @@ def startup_of(first: dict[str, Any], import_s: float | None, load_s: float) -> 
         "load_s": load_s,
         "compile_s": compile_s,  # of prefill; the decode loop comes after the first token
         "first_token_s": total,
-        "compilation_cache": jax.config.values["jax_compilation_cache_dir"],
+        "compilation_cache": jax.config.values["jax_compilation_cache_dir"] if kept else None,
     }
 
 
@@ -162,7 +163,7 @@ def described_startup(startup: dict[str, Any]) -> str:
     parts += [f"{startup['load_s']:.1f} weights", f"{startup['compile_s']:.1f} compiling prefill"]
     to_first = "" if total is None else f": {total:.1f} to the first token"
     kept = startup["compilation_cache"]
-    where = f"in {kept}" if kept else "nowhere (set JAX_COMPILATION_CACHE_DIR)"
+    where = f"in {kept}" if kept else "nowhere"
     return f"seconds: {', '.join(parts)}{to_first}; programs are kept {where}"
 
 

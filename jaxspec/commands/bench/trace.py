@@ -26,7 +26,7 @@ from rich.console import Group
 from rich.table import Table
 
 from jaxspec.commands.bench.results import digits
-from jaxspec.commands.options import UsageError
+from jaxspec.commands.options import UsageError, read_text
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 
@@ -69,12 +69,8 @@ def read(path: Path) -> list[TraceRequest]:
     Raises:
       UsageError: naming the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--trace: cannot read {path}: {error}") from None
     trace = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text("--trace", path).splitlines(), 1):
         try:
             trace.append(_parse(json.loads(line)))
         except ValueError as error:

@@ -28,7 +28,11 @@ def check_command(
     output: Annotated[OutputOptions, Fields("Report")],
     target: Annotated[
         str,
-        typer.Argument(metavar="TARGET", help="A directory, a hub id, or [bold]bundled[/]."),
+        typer.Argument(
+            metavar="TARGET",
+            help="A directory, a hub id, or [bold]bundled[/]. Default: bundled.",
+            show_default=False,
+        ),
     ] = "bundled",
     drafter: Annotated[
         str | None,
@@ -68,9 +72,7 @@ def check_command(
         output.opened() as file,
         startup.out_of_memory_explained("--batch-size", "--new-tokens"),
     ):
-        startup.set_compilation_cache(None, errors)
-        if models.target is None:
-            startup.use_one_thread()
+        startup.prepare(models, errors)
         with errors.status("[dim]loading the models") as status:
 
             def notify(message: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxspec.api import BUNDLED
 from jaxspec.commands.check.options import MIN_ROWS, CheckOptions
-from jaxspec.commands.options import UsageError, error_message
+from jaxspec.commands.options import UsageError, error_message, read_text
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
@@ -77,13 +77,9 @@ def prompts_for(target: LoadedModel, checking: CheckOptions, measured_on: str = 
         return PromptSet(HELD_OUT, [tuple(p["ids"]) for p in held_out[:rows]])
     tokenizer = Tokenizer.load(target.directory)
     if text is not None:
+        ids = tokenizer.encode(read_text("--text", text))
         try:
-            ids = tokenizer.encode(text.read_text(encoding="utf-8"))
             return PromptSet(f"pieces of {text}", cut(ids, tokenizer.bos_token_id, rows))
-        except OSError as error:
-            raise UsageError(f"cannot read {text}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{text} is not UTF-8 text: {error}") from None
         except UsageError as error:
             raise UsageError(f"{text}: {error}") from None
     if tokenizer.chat_template is None:

@@ -47,10 +47,10 @@ def generate(
     console = Console(stderr=True, highlight=False)
 
     # The tokenizer's module loads slowly, and JAX even more so. Only now are both surely needed.
-    from jaxspec.commands.generate.prompts import PromptError, read_prompts
+    from jaxspec.commands.generate.prompts import read_prompts
     from jaxspec.commands.generate.rows import is_resumable
 
-    with explained(PromptError):
+    with explained():
         stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
         inputs = read_prompts(
             prompts or (),

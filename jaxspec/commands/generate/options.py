@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.options import PartialRecord, UsageError, as_flag
+from jaxspec.commands.options import PartialRecord, UsageError, as_flag, read_text
 from jaxspec.commands.output import refuse_inputs
 from jaxspec.options import (
     CHOOSE_LENGTH_HELP,
@@ -33,8 +33,9 @@ class TextOptions:
     prompts_file: Path | None = option(
         None,
         'Lines of {"prompt": text or ids} or, with --chat, {"messages": \\[...]}. A line may have '
-        "an id, and sampling values, seed, max_new_tokens and stop of its own.",
-        metavar="FILE.jsonl",
+        "an id, and sampling values, seed, max_new_tokens and stop of its own. With - they are read "
+        "from standard input.",
+        metavar="FILE.jsonl|-",
         flag="--prompts",
     )
     prompt_ids: tuple[str, ...] = option(
@@ -121,18 +122,14 @@ class DecodingOptions:
         if len(sources) > 1:
             raise UsageError(f"{' and '.join(map(as_flag, sources))}: give one of them")
         for kind, source in sources.items():
-            if not isinstance(source, Path):
-                return kind, source
-            try:
-                return kind, source.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"{as_flag(kind)}: {source} cannot be read: {error}") from None
+            is_file = isinstance(source, Path)
+            return kind, read_text(as_flag(kind), source) if is_file else source
         return None
 
 
 @dataclass(frozen=True)
 class RunningOptions:
-    """Shapes, and the cache of programs."""
+    """Shapes, and what is kept of prompts."""
 
     batch_size: int | None = option(
         None,
@@ -155,11 +152,6 @@ class RunningOptions:
         "GiB of each device for beginnings of prompts: samples of one prompt, and prompts that "
         "begin alike, are then read once.",
         range=Range("0 or more; 0: none", lambda x: (x >= 0) & (x < math.inf)),
-    )
-    compilation_cache: str | None = option(
-        None,
-        "Where compiled programs are kept. Default: the user's cache directory.",
-        metavar="DIR|off",
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxspec.commands.generate.options import DecodingOptions
-from jaxspec.commands.options import as_flag
+from jaxspec.commands.options import UsageError, as_flag, read_text
 from jaxspec.options import SEEDS, FieldError, Sampling, at_least
 from jaxspec.tokenizer import Tokenizer, refuse_empty
 
@@ -31,7 +31,7 @@ MAX_DEPTH = 64
 """Levels of lists and objects. Deeper ones would overflow the stack of recursive code."""
 
 
-class PromptError(ValueError):
+class PromptError(UsageError):
     """Prompts that cannot be read: names their place, the expectation and the way out."""
 
 
@@ -145,20 +145,16 @@ def encode(
 
 
 def read_jsonl(path: Path) -> list[PromptInput]:
-    """Read one prompt per line; empty lines are skipped.
+    """Read one prompt per line of a file, or of standard input for "-"; empty lines are skipped.
 
     Raises:
-      PromptError: naming the file and the line.
+      UsageError: naming the file and the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise PromptError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error}") from None
-    prompts = [read_line(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(read_text("--prompts", path).split("\n"), 1)
+    name = "standard input" if str(path) == "-" else path
+    prompts = [read_line(f"{name}:{n}", line) for n, line in lines if line.strip()]
     if not prompts:
-        raise PromptError(f'{path} has no prompts; expected lines such as {{"prompt": "def f("}}')
+        raise PromptError(f'{name} has no prompts; expected lines such as {{"prompt": "def f("}}')
     return prompts
 
 

@@ -61,9 +61,8 @@ from jaxspec.commands.startup import (
     join_processes,
     load_models,
     out_of_memory_explained,
-    set_compilation_cache,
+    prepare,
     shorten,
-    use_one_thread,
     versions,
 )
 from jaxspec.configs.base import ConfigError
@@ -103,9 +102,7 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
             rows = stack.enter_context(open_rows(json_path, overwrite=text.overwrite))
             for row in rows.read():
                 tally.add(row)
-        set_compilation_cache(options.running.compilation_cache, console)
-        if models.target is None and models.mesh is None:
-            use_one_thread()
+        prepare(models, console)
         if models.target and not models.drafter:
             note(console, "no --drafter was given: decoding plainly, one token a step")
         with console.status("[dim]loading the models"):

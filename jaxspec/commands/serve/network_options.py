@@ -26,11 +26,6 @@ class NetworkOptions:
     no_warm_up: bool = option(
         False, "Compile each program when a request needs it, not all before /health says ready."
     )
-    compilation_cache: str | None = option(
-        None,
-        "Where compiled programs are kept. Default: the user's cache directory.",
-        metavar="DIR|off",
-    )
 
     def __post_init__(self) -> None:
         """Check the TLS options.

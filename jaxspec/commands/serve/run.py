@@ -21,9 +21,8 @@ from jaxspec.commands.serve.network_options import NetworkOptions
 from jaxspec.commands.startup import (
     load_models,
     out_of_memory_explained,
-    set_compilation_cache,
+    prepare,
     shorten,
-    use_one_thread,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine.engine import Engine
@@ -70,9 +69,7 @@ def run(
         stack.enter_context(out_of_memory_explained("--slots", "--cache-length"))
         bound = stack.enter_context(contextlib.closing(bind(network)))
         check_tls(network)
-        set_compilation_cache(network.compilation_cache, console)
-        if models.target is None and models.mesh is None:
-            use_one_thread()
+        prepare(models, console)
         if models.target and not models.drafter:
             note(console, "no --drafter was given: decoding plainly, one token a step")
         with console.status("[dim]loading the models"):
