@@ -228,7 +228,7 @@ class Runtime:
         Raises:
           ValueError: they are on other devices than the caches.
         """
-        if mesh_of(**{role: params}) != self.mesh:
+        if params and mesh_of(**{role: params}) != self.mesh:
             raise ValueError(
                 f"the {role}'s new weights are not on the mesh of the caches; put them there with "
                 "jaxspec.place_params(params, model_def, engine.mesh), or make another engine"
