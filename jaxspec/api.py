@@ -28,6 +28,7 @@ from jaxspec.engine.request import Completion, Reason, Request, Update
 from jaxspec.jax_settings import check_devices, check_jax_settings
 from jaxspec.options import Drafting, FieldError, Sampling, as_record, at_least, near_names
 from jaxspec.rollout.batch import check_ids, is_conversation, is_one, is_sequence
+from jaxspec.runtime.prefill import bucket
 from jaxspec.runtime.runtime import Programs
 from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.tokenizer import (
@@ -232,7 +233,7 @@ class Pair:
             self.drafter,
             requests,
             drafting=drafting,
-            batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
+            batch_size=batch_size or bucket(min(len(requests), MOST_SLOTS)),
             cache_length=cache_length,
             invariant=invariant,
             programs=self.programs,

@@ -52,7 +52,7 @@ from jaxspec.options import (
     at_least,
 )
 from jaxspec.runtime import memory
-from jaxspec.runtime.prefill import bucket, default_read_ahead, rows_bucket
+from jaxspec.runtime.prefill import bucket, default_read_ahead, slots_on
 from jaxspec.runtime.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
@@ -73,7 +73,8 @@ class Engine:
       drafter: None for plain decoding.
       drafting: how to draft and to verify drafts.
       program_features: what requests may ask for, such as penalties and log-probabilities.
-      batch_size: slots; rounded up to a power of two, times the mesh's data axis.
+      batch_size: slots; rounded up to a multiple of the mesh's data axis, and on a CPU beyond 16 to
+        a multiple of 8.
       cache_length: positions of a slot; prompt, new tokens and one step's tokens must fit.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
       steps_per_return: most decode steps between returns to the host.
@@ -152,7 +153,7 @@ class Engine:
             )
         spec, slots = (
             make_spec(target, drafter, drafting, program_features),
-            rows_bucket(batch_size, mesh),
+            slots_on(mesh, batch_size),
         )
         check_min_cache_length(spec, cache_length)
         sizes = spec, slots, cache_length, mesh
@@ -234,7 +235,7 @@ class Engine:
         else:
             check_max_cache_length(spec, cache_length)
         mesh = mesh_of(target=target.params, drafter=drafter.params if drafter else None)
-        if read_ahead is None and len(requests) <= rows_bucket(batch_size, mesh):
+        if read_ahead is None and len(requests) <= slots_on(mesh, batch_size):
             read_ahead = 0
         return cls(
             target,

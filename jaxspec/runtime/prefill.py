@@ -56,6 +56,18 @@ def rows_bucket(count: int, mesh: Mesh) -> int:
     return data * bucket(-(-count // data))
 
 
+def slots_on(mesh: Mesh, count: int) -> int:
+    """Round slots up to a multiple of the mesh's data axis.
+
+    On a CPU each part has at most 16, or a multiple of 8: of other numbers XLA rounds the last rows
+    otherwise than the rest.
+    """
+    each = -(-count // mesh.shape["data"])
+    if on_cpu(mesh) and each > 16:
+        each = -(-each // 8) * 8
+    return mesh.shape["data"] * each
+
+
 def default_read_ahead(slots: int, mesh: Mesh) -> int:
     """Return the rows to prefill ahead of free slots: twice those of one pass of 128 tokens a row.
 
@@ -229,7 +241,7 @@ class Shapes:
         return count
 
     def _rows(self, count: int) -> int:
-        return rows_bucket(min(self.slots, max(1, count)), self.mesh)
+        return min(self.slots, rows_bucket(max(1, count), self.mesh))
 
     def all(self) -> list[tuple[int, int]]:
         """Return the rows and the width of every possible pass."""

@@ -4,7 +4,7 @@
 has slots and knows no requests. Shapes are buckets, so that a handful of programs serves every
 prompt:
 
-    rows      powers of two, for every part of a mesh's data axis      `prefill.rows_bucket`
+    slots     as many as are asked for, for every part of a mesh       `prefill.slots_on`
     chunks    prompts are fed in passes of a few shapes                `prefill.Shapes`
     caches    multiples of a step that grows with the length           `cache_bucket`, `cache_length_for`
 
@@ -148,7 +148,7 @@ class Runtime:
     It runs on the mesh that the weights are on. A state is passed in, donated, and returned.
 
     Args:
-      batch_size: slots; a multiple of the mesh's data axis, see `rows_bucket`.
+      batch_size: slots; a multiple of the mesh's data axis, see `slots_on`.
       cache_length: positions of a slot, for prompt, new tokens and one step's tokens.
       read_ahead: rows of a second state, in which prompts are prefilled. 0: slots prefill their
         own.

@@ -76,9 +76,7 @@ class Settings:
 class ProgramOptions:
     """Shapes and features that the engine's programs are compiled for."""
 
-    slots: int = option(
-        8, "Requests decoded together, rounded up to a power of two.", range=at_least(1)
-    )
+    slots: int = option(8, "Requests decoded together.", range=at_least(1))
     cache_length: int | None = option(
         None,
         "Positions of a slot: prompt, new tokens and one step. Default: 4096, or the model's.",

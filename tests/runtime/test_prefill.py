@@ -49,11 +49,36 @@ def test_a_shared_pass_has_no_more_tokens_than_rows_may_wait_for() -> None:
     assert prefill.full_pass(cpu, None) == prefill.SHARED_PREFILL
 
 
+def test_slots_are_those_that_were_asked_for() -> None:
+    """48 became 64 without a word."""
+    asked = (1, 3, 12, 16, 17, 44, 48, 100)
+    on_gpu, on_cpu = ([prefill.slots_on(mesh_of(p), n) for n in asked] for p in ("gpu", "cpu"))
+    assert on_gpu == [*asked]
+    assert on_cpu == [1, 3, 12, 16, 24, 48, 48, 104]
+    shapes = Shapes(12, mesh_of("gpu"), full=2048, longest=8192, balance=184.0)
+    assert max(rows for rows, _ in shapes.all()) == 12
+
+
+def test_rows_do_not_depend_on_their_neighbours_in_an_odd_number_of_slots() -> None:
+    c = case(NAME)
+    made = c.engine("mixed", batch_size=3, invariant=True)
+    assert made.batch_size == 3
+    for order in ((0, 1, 2, 3, 4), (4, 2, 3, 0, 1), (2,)):
+        asked = [Request(c.prompts[row], NEW_TOKENS, id=row) for row in order]
+        for event in made.run(asked):
+            if isinstance(event, Completion):
+                assert event.token_ids == c.continuation(int(str(event.id)))
+
+
 lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=lengths, slots=st.sampled_from([1, 4, 32]), full=st.sampled_from([256, 512, 2048]))
+@given(
+    lengths=lengths,
+    slots=st.sampled_from([1, 3, 4, 32, 48]),
+    full=st.sampled_from([256, 512, 2048]),
+)
 def test_every_token_is_read_once_and_in_order(lengths: list[int], slots: int, full: int) -> None:
     shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, balance=1215.0)
     prompts = {slot: np.arange(length) for slot, length in enumerate(lengths[:slots])}

@@ -301,7 +301,10 @@ def errors() -> dict[str, Any]:
             make()
         except ValueError as error:
             found[name] = str(error)
-    return {**found, "rows": [Engine(on_two, None, batch_size=n).batch_size for n in (1, 2, 3, 8)]}
+    return {
+        **found,
+        "rows": [Engine(on_two, None, batch_size=n).batch_size for n in (1, 2, 3, 8, 45)],
+    }
 
 
 def sampler_of(target: LoadedModel, assistant: LoadedModel) -> Sampler:

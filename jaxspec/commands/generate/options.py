@@ -133,7 +133,7 @@ class RunningOptions:
 
     batch_size: int | None = option(
         None,
-        "Prompts decoded together, rounded up to a power of two. Default: all, up to 8.",
+        "Prompts decoded together. Default: all, up to 8.",
         range=at_least(1),
     )
     cache_length: int | None = option(

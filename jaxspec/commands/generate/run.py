@@ -69,6 +69,7 @@ from jaxspec.configs.base import ConfigError
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Update
 from jaxspec.options import Sampling
+from jaxspec.runtime.prefill import bucket
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel
 from jaxspec.weights.memory import DeviceMemoryError
@@ -158,7 +159,7 @@ def make_engine(
         cache_length=running.cache_length,
         invariant=running.invariant,
         choose_length=running.choose_length,
-        batch_size=running.batch_size or min(len(requests), MOST_SLOTS),
+        batch_size=running.batch_size or bucket(min(len(requests), MOST_SLOTS)),
         drafting=options.drafting,
         steps_per_return=STREAMING_STEPS if len(requests) == 1 else BATCH_STEPS,
     )
