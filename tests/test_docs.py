@@ -277,6 +277,16 @@ def test_the_map_of_the_code_names_what_there_is():
             assert (ROOT / name).exists() or (ROOT / "jaxspec" / name).exists(), name
 
 
+def test_pages_have_the_titles_of_the_navigation():
+    """A page has one title, in the navigation and at its head, and no two pages share one."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    entries = re.findall(r"^ +- (\"?)(.+)\1: (\S+\.md)$", navigation, re.M)
+    titles = {path: title for _, title, path in entries if path != "index.md"}
+    heads = {p: (ROOT / "docs" / p).read_text(encoding="utf-8").split("\n")[0] for p in titles}
+    assert heads == {path: f"# {title}" for path, title in titles.items()}
+    assert len(set(titles.values())) == len(titles)
+
+
 def test_pages_are_in_the_navigation_and_pictures_on_pages():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [p.relative_to(ROOT / "docs") for p in PAGES if (ROOT / "docs") in p.parents]
