@@ -9,13 +9,14 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxspec.engine.request import ids_refusal
 from jaxspec.options import FieldError, shown
 from jaxspec.serving import chat_page
+from jaxspec.serving.body import read_body
 from jaxspec.serving.completions import CHAT_COMPLETION, COMPLETION, Reply, Scorer
 from jaxspec.serving.disconnect import ClientDisconnected, cancel_on_disconnect
 from jaxspec.serving.errors import ApiError, invalid_value
@@ -70,6 +71,8 @@ def make_app(
             ClientDisconnected: _client_disconnected,
         },
     )
+    # A redirect would name an absolute address, which is wrong behind a proxy.
+    app.router.redirect_slashes = False
     app.add_middleware(Middleware, settings=settings)
     if settings.cors_origin:  # added last, so it comes first
         app.add_middleware(
@@ -208,25 +211,10 @@ class _Routes:
         """Read and parse a request's body.
 
         Raises:
-          ApiError: the body is too large, too slow, or wrong; or it names another model.
+          ApiError: the body cannot be read, or is wrong; or it names another model.
           ClientDisconnected: the client closed the connection before the end of the body.
         """
-        settings = self._model.settings
-        max_bytes = settings.max_body_mib * 2**20
-        body = bytearray()
-        try:
-            async with asyncio.timeout(settings.client_timeout):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > max_bytes:
-                        message = f"the body has more than {settings.max_body_mib} MiB"
-                        raise ApiError(413, message, headers={"Connection": "close"})
-        except ClientDisconnect:
-            raise ClientDisconnected from None
-        except TimeoutError:
-            message = f"the body did not come in {settings.client_timeout:g} s"
-            raise ApiError(408, message, headers={"Connection": "close"}) from None
-        parsed = parse_body(kind, bytes(body))
+        parsed = parse_body(kind, await read_body(request, self._model.settings))
         if parsed.model is not None:
             self._check_model(parsed.model)
         return parsed

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +16,9 @@ from jaxspec.serving.disconnect import cancel_all, listen_for_disconnect
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+COMMENT_S = 15.0
+"""Seconds of silence after which a stream has a comment: proxies close connections that are silent."""
 
 
 def encode_event(data: Mapping[str, Any], name: str | None = None) -> bytes:
@@ -28,7 +32,8 @@ def encode_event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 class EventStream:
     """A reply of server-sent events, as an ASGI application.
 
-    Closes the iterator of events when the client disconnects, or reads nothing for `timeout_s`.
+    Closes the iterator of events when the client disconnects, or reads nothing for `timeout_s`. A
+    comment stands for each `COMMENT_S` in which there was no event.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class EventStream:
         """
         self._events = events
         self._timeout_s, self._on_close = timeout_s, on_close
+        self._sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come."""
@@ -66,11 +72,27 @@ class EventStream:
         ]
         async with asyncio.timeout(self._timeout_s):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for chunk in self._events:
-            body = {"type": "http.response.body", "body": chunk, "more_body": True}
-            async with asyncio.timeout(self._timeout_s):
-                await send(body)
+        commenting = asyncio.ensure_future(self._comment(send))
+        try:
+            async for chunk in self._events:
+                await self._send(send, chunk)
+        finally:
+            await cancel_all(commenting)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._sent_s = time.monotonic()
+
+    async def _comment(self, send: Send) -> None:
+        """Send comments while there are no events."""
+        while True:
+            wait_s = self._sent_s + COMMENT_S - time.monotonic()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await self._send(send, COMMENT)
 
 
 async def merge(iterators: list[AsyncIterator[T]]) -> AsyncIterator[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -36,12 +37,16 @@ def log_fields(request: Request) -> dict[str, Any]:
 
 
 class Middleware:
-    """Checks the API key, logs the request, and replies to unexpected errors."""
+    """Checks the API key, logs the request, and replies to unexpected errors.
+
+    A slash at the end of a path is ignored. A reply that is complete before its request is, such as
+    that to a body which is too large, does not end before the client has sent the rest. Otherwise
+    the connection would be reset, and the client might not see the reply.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings):
-        self._app = app
+        self._app, self._settings = app, settings
         self._keys = [_digest(key) for key in settings.api_key]
-        self._logs_values = settings.log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request that has a key, and log it when it is over."""
@@ -49,6 +54,9 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        # A client that expects a go-ahead does not send a body without it.
+        is_read = b"expect" in headers or not _has_body(headers)
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         if not _ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
@@ -56,16 +64,34 @@ class Middleware:
         scope["jaxspec.log"] = log
         begin, status = time.monotonic(), 0
 
+        async def noting_receive() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read |= not message.get("more_body", False)
+            return message
+
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            elif not is_read and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                if status != 408:  # there, the rest does not come
+                    await drop_rest()
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
             await send(message)
+
+        async def drop_rest() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.timeout):
+                    while not is_read:
+                        async with asyncio.timeout(self._settings.client_timeout):
+                            await noting_receive()
 
         try:
             if self._is_allowed(scope, headers):
-                await self._app(scope, receive, send_with_id)
+                await self._app(scope, noting_receive, send_with_id)
             else:
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 challenge = {"WWW-Authenticate": "Bearer"}
@@ -100,7 +126,7 @@ class Middleware:
         self, scope: Scope, request_id: str, status: int, seconds: float, log: dict[str, Any]
     ) -> None:
         usage = log.pop("usage", None)
-        if "param" in log and not self._logs_values:
+        if "param" in log and not self._settings.log_prompts:
             log["error"] = "refused"  # the message may quote a value
         line = {
             "request_id": request_id,
@@ -113,6 +139,10 @@ class Middleware:
         }
         quiet = scope["path"] in OPEN_PATHS
         LOG.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": line})
+
+
+def _has_body(headers: dict[bytes, bytes]) -> bool:
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
 
 def _digest(key: str) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jaxspec.serving.errors import ApiError
+from jaxspec.text.strict_json import NotFinite, strict_json
 
 
 class ApiRequest(BaseModel):
@@ -177,12 +179,27 @@ def parse_body(model: type[RequestT], body: bytes) -> RequestT:
       ApiError: the body is no JSON, or a value is of a wrong type.
     """
     try:
-        return model.model_validate_json(body)
+        parsed = model.model_validate_json(body)
+        strict_json(body)  # pydantic makes infinity of 1e400, and takes NaN
+        return parsed
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         raise _validation_error(errors) from None
+    except NotFinite as error:
+        name = _not_finite(json.loads(body))
+        raise ApiError(400, f"{name} has {error}", param=name, code="invalid_json") from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is no JSON object in UTF-8", code="invalid_json") from None
+
+
+def _not_finite(fields: dict[str, Any]) -> str | None:
+    """Return the name of the first field that has a number which is not finite."""
+    for name, value in fields.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            return name
+    return None
 
 
 def _validation_error(errors: list[Any]) -> ApiError:

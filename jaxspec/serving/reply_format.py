@@ -57,9 +57,14 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": self.prompt_details,
             "completion_tokens_details": self.details,
         }
+
+    @property
+    def prompt_details(self) -> dict[str, int]:
+        """Counts of prompt tokens by kind. Clients require all; writing to the cache is free."""
+        return {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0}
 
     @property
     def details(self) -> dict[str, int]:

@@ -57,12 +57,6 @@ def parse_responses(model: ServingModel, request: ResponsesRequest) -> ParsedReq
     for name, is_set in unsupported.items():
         if is_set:
             raise ApiError(400, f"{name} is not supported", param=name)
-    for name in ("metadata", "tools", "tool_choice", "reasoning", "text"):  # the reply repeats them
-        try:
-            json.dumps(getattr(request, name), allow_nan=False)
-        except ValueError:
-            message = f"{name} has a number that is none of JSON"
-            raise ApiError(400, message, param=name) from None
     effort = (request.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
         name = "reasoning.effort"
@@ -140,7 +134,7 @@ def _add(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) ->
         _last_reply(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
-        text = output if isinstance(output, str | list) else json.dumps(output)
+        text = output if isinstance(output, str | list | None) else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     elif kind == "reasoning":
         lists = item.get("content"), item.get("summary")
@@ -388,7 +382,7 @@ class ResponsesReply(Reply):
             "metadata": request.metadata or {},
             "usage": {
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+                "input_tokens_details": usage.prompt_details,
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": usage.details,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,

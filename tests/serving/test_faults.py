@@ -33,23 +33,19 @@ def megabytes_in_memory() -> int:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_of_a_hundred_megabytes_is_not_kept(fake: Start, chunked: bool) -> None:
-    """The server refuses a body at its limit, whatever the headers say."""
+    """The server refuses a body at its limit, whatever the headers say, and drops the rest.
+
+    It may not close the connection before: that would reset it, and the client might lose the reply.
+    """
     live = fake(max_body_mib=1)
     before = megabytes_in_memory()
     size = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 100000000"
     piece = b"[" * 100_000
-    got = 0
     with connect(live) as connection:
-        try:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n%s\r\n\r\n" % size)
-            for _ in range(1000):
-                connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
-                got += 1
-            reply = connection.recv(12)
-        except ConnectionError:
-            reply = b""
-    assert reply in (b"", b"HTTP/1.1 413")
-    assert got < 500, "it was read to its end"
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n%s\r\n\r\n" % size)
+        for _ in range(1000):
+            connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+        assert connection.recv(12) == b"HTTP/1.1 413"
     assert megabytes_in_memory() < before + 30
     assert live.client.get("/health").status_code == 200
 

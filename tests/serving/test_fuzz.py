@@ -181,7 +181,7 @@ def reply_to(live: Live, sent: bytes, rng: random.Random) -> bytes:
 def test_no_request_brings_it_down(
     fake: Callable[..., Live], caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = fake(client_timeout=0.3, timeout=5)
+    live = fake(client_timeout=0.1, timeout=5)
     rng = random.Random(SEED)
     statuses: dict[bytes, int] = {}
     end = time.monotonic() + SECONDS

@@ -36,7 +36,8 @@ export async function* events(path, body, signal) {
     const whole = text.split("\n\n");
     text = whole.pop();
     for (const event of whole) {
-      const data = event.replace(/^data: /, "");
+      if (!event.startsWith("data: ")) continue; // a comment, while the server has nothing to tell
+      const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
       const read = JSON.parse(data);
       if (read.error) throw new Refused(read.error.message, 500);

@@ -10,6 +10,7 @@ import re
 from typing import Protocol
 
 from jaxspec.text.chat.values import QUOTE, Malformed, Value
+from jaxspec.text.strict_json import strict_json
 
 NAME = re.compile(r"[\w.\-/]+(?::[\w.\-/]+)*")
 # Gemma's models have been seen to leave out "call", and the colon with it.
@@ -198,13 +199,9 @@ def _object(text: str) -> str:
         return "{}"
     if text.startswith('"'):
         try:
-            value = json.loads(json.loads(text), parse_constant=_refuse)
+            value = strict_json(json.loads(text))
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
             return json.dumps(value, ensure_ascii=False)
     raise Malformed(f"found {text[:80]} where an object of arguments was expected")
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")

@@ -117,7 +117,10 @@ class _Schemas:
                 continue
             part = dict(part)
             if isinstance(reference := part.pop("$ref", None), str):
-                if reference in within:
+                if not reference.startswith("#/") and reference != "#":
+                    words = f"{part.get('description') or ''} As in {shown(reference)}."
+                    part["description"] = words.strip()
+                elif reference in within:
                     name = reference.rpartition("/")[2] or "the parameters"
                     part.setdefault("description", f"The same form as {name}.")
                     part.setdefault("type", "object")
@@ -138,8 +141,6 @@ class _Schemas:
         """Return the schema at a place of the declaration, such as `#/$defs/Item`."""
         value = self._root
         try:
-            if not reference.startswith("#"):
-                raise KeyError
             for step in reference[1:].split("/")[1:]:
                 step = step.replace("~1", "/").replace("~0", "~")
                 value = value[int(step)] if isinstance(value, list) else value[step]

@@ -6,14 +6,13 @@ is the answer. Calls are in the notation of the model's family.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxspec.text.chat.gemma_calls import gemma_calls
 from jaxspec.text.chat.parser import GEMMA4, Format, Role, format_of
 from jaxspec.text.grammars.json_regex import pattern_parts
-from jaxspec.text.grammars.schemas import Unsupported
+from jaxspec.text.grammars.schemas import Unsupported, changed
 from jaxspec.tokenizer import Tokenizer
 
 _THINKING = r"""
@@ -82,10 +81,6 @@ def calls(
     return "json_schema", schema, frame(tokenizer, prompt, body)
 
 
-_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Keywords whose value maps free names to schemas."""
-
-
 def _hermes(function: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the schema of a call of one tool, at `path` of the whole schema."""
     arguments = function.get("parameters") or {"type": "object"}
@@ -105,20 +100,15 @@ def _moved(schema: Any, path: str, *, strict: bool) -> Any:
     Args:
       strict: whether to keep patterns that cannot be followed, so that llguidance refuses them.
     """
-    move = functools.partial(_moved, path=path, strict=strict)
-    if isinstance(schema, list):
-        return [move(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {}
-    for name, value in schema.items():
-        if name in _BY_NAME and isinstance(value, Mapping):  # the names are no keywords
-            moved[name] = {n: move(part) for n, part in value.items()}
-        elif name != "pattern" or strict or _can_be_followed(value):
-            moved[name] = value if name in ("const", "enum") else move(value)
-    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
-        moved["$ref"] = path + to[1:]
-    return moved
+
+    def change(part: dict[str, Any]) -> dict[str, Any]:
+        if "pattern" in part and not strict and not _can_be_followed(part["pattern"]):
+            del part["pattern"]
+        if isinstance(to := part.get("$ref"), str) and to.startswith("#"):
+            part["$ref"] = path + to[1:]
+        return part
+
+    return changed(schema, change)
 
 
 def _can_be_followed(pattern: Any) -> bool:

@@ -8,15 +8,15 @@ would leave out is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxspec.options import FieldError, shown
 from jaxspec.text.chat.declarations import for_gemma
 from jaxspec.text.chat.parser import GEMMA4, format_of
 from jaxspec.text.chat.values import begun_object
+from jaxspec.text.strict_json import NotFinite, strict_json
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -274,9 +274,10 @@ def _arguments(field: str, arguments: Any) -> tuple[dict[str, Any], str | None]:
     cut = None
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}", parse_constant=_refuse)
+            arguments = strict_json(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            if (begun := begun_object(arguments)) is None:
+            begun = None if isinstance(error, NotFinite) else begun_object(arguments)
+            if begun is None:
                 raise FieldError(field, f"is no valid JSON: {error}") from None
             cut, arguments = arguments, begun
     if arguments is None:
@@ -290,7 +291,3 @@ def _string(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise FieldError(field, f"is {shown(value)}; expected text")
     return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")

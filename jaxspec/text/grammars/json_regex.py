@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxspec.options import shown
 from jaxspec.text.grammars.schemas import Notation, Schemas, Unsupported
+from jaxspec.text.strict_json import strict_json
 
 _CHARACTER = r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])'
 _PLAIN = re.compile(
@@ -127,7 +128,7 @@ def regex_of(schema: Any) -> str:
     """
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = strict_json(schema)
         except (ValueError, RecursionError) as error:
             raise Unsupported(f"is no valid JSON: {error}") from None
     return Schemas(schema, JsonRegex()).whole()

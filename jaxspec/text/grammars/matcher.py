@@ -22,6 +22,8 @@ from jaxtyping import UInt32
 
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.options import FieldError, shown
+from jaxspec.text.grammars.schemas import without_annotations
+from jaxspec.text.strict_json import strict_json
 from jaxspec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -130,14 +132,14 @@ class GrammarTokens:
         if kind in ("json_schema", "json_object"):
             if isinstance(source, str):
                 try:
-                    source = json.loads(source)
+                    source = strict_json(source)
                 except (ValueError, RecursionError) as error:
                     raise FieldError(kind, f"is no valid JSON: {error}") from None
             if not isinstance(source, Mapping | bool):
                 raise FieldError(kind, f"is {shown(source)}; expected a JSON schema, an object")
             schema = dict(source) if isinstance(source, Mapping) else {} if source else {"not": {}}
             return matcher.grammar_from_json_schema(
-                json.dumps(schema),
+                json.dumps(without_annotations(schema)),
                 overrides={"whitespace_pattern": _WHITESPACE, "lenient": lenient},
             )
         if not isinstance(source, str) or not source:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.options import FieldError, shown
@@ -39,6 +39,21 @@ _ANNOTATIONS = frozenset(
     )
 )
 """Keywords that do not make a document invalid. `format` is one of them unless asserted."""
+FORMATS = frozenset(
+    (
+        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"),
+        *("uuid", "uri", "unknown"),
+    )
+)
+"""Formats that llguidance asserts."""
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose value maps free names to schemas."""
+_EVERY_STRING: dict[str, tuple[Any, ...]] = {
+    "type": ("string", ["string"]),
+    "minLength": (0,),
+    "pattern": ("", ".*", "^", "^.*"),
+}
+"""Values with which keywords are true of every string."""
 _KEYWORDS = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
@@ -59,6 +74,41 @@ class Unsupported(FieldError):
         """Make an error. `why` follows the name of the field."""
         self.why = why
         super().__init__(FIELD, why)
+
+
+def changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a schema after a change of each of its parts, and then of itself."""
+    if isinstance(schema, list):
+        return [changed(part, change) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    parts = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, Mapping):  # the names are no keywords
+            parts[name] = {n: changed(part, change) for n, part in value.items()}
+        else:
+            parts[name] = value if name in ("const", "enum") else changed(value, change)
+    return change(parts)
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a schema without keywords that refuse nothing, and that llguidance does not know."""
+    return changed(schema, _without_annotations)
+
+
+def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    drop = {"propertyNames"} if _is_true_of_names(schema.get("propertyNames")) else set()
+    if isinstance(name := schema.get("format"), str) and name not in FORMATS:
+        drop.add("format")
+    return {name: value for name, value in schema.items() if name not in drop}
+
+
+def _is_true_of_names(schema: Any) -> bool:
+    """Return whether a schema is true of every string."""
+    if not isinstance(schema, Mapping):
+        return schema is True
+    used = {name: value for name, value in schema.items() if name not in _ANNOTATIONS}
+    return all(value in _EVERY_STRING.get(name, ()) for name, value in used.items())
 
 
 class Notation(abc.ABC):
@@ -162,6 +212,7 @@ class Schemas:
             return self.to.anything()
         if not isinstance(schema, Mapping):
             raise Unsupported(f"has {shown(schema)} in place of a schema")
+        schema = _without_annotations(dict(schema))
         used = {k: v for k, v in schema.items() if k not in _ANNOTATIONS}
         for name, read in (("$ref", self._reference), ("enum", self._enum), ("const", self._const)):
             if name in used:

@@ -183,6 +183,7 @@ ODD: list[tuple[Any, str]] = [
     ({"properties": {"a": {"$ref": "https://example.org/x"}}}, "ref"),
     ({"properties": {"a": {"type": "text"}}}, "none of JSON"),
     ({"properties": {"a": {}}, "not": {}}, "not"),
+    ({"properties": {"a": {}}, "propertyNames": {"maxLength": 9}}, "propertyNames"),
     # Expressions of ECMAScript that Rust cannot read, or reads otherwise.
     ({"properties": {"a": {"pattern": "^[^[]*$"}}}, "pattern"),
     ({"properties": {"a": {"pattern": r"^[\w-\.]+@x$"}}}, "pattern"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ jsonschema = pytest.importorskip("jsonschema")
 
 from jaxspec.text.chat import ToolCallArguments, parser_for  # noqa: E402
 from jaxspec.text.grammars import Grammar, GrammarTokens, Matcher, masks  # noqa: E402
+from jaxspec.text.grammars.json_regex import regex_of  # noqa: E402
+from jaxspec.text.grammars.schemas import FORMATS  # noqa: E402
 from tests.text.chat.models import GEMMA, QWEN, Family, corpus  # noqa: E402
 
 BUNDLED = Path(__file__).parents[3] / "jaxspec/bundled/target"
@@ -244,6 +247,7 @@ def test_streamed_arguments_are_always_the_beginning_of_json(family: Family) -> 
         ("json_schema", "{", "no valid JSON"),
         ("json_schema", [1], "expected a JSON schema"),
         ("json_schema", {"type": "text"}, "Invalid type"),
+        ("json_schema", '{"maximum": 1e400}', "too large for a number"),
         ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
         ("json_schema", {"enum": ["x" * 1_000_001]}, "at most"),
     ],
@@ -253,6 +257,44 @@ def test_a_grammar_that_cannot_be_used_is_refused(kind: Any, source: Any, say: s
         tokens().compile(kind, source)
     assert caught.value.field == kind
     assert len(str(caught.value)) < 400
+
+
+def _accepts(source: Any, text: str) -> bool:
+    matcher = tokens().compile("json_schema", source).matcher()
+    try:
+        matcher.commit(encode(text))
+    except ValueError:
+        return False
+    return matcher.may_end
+
+
+def test_a_format_is_followed_or_ignored() -> None:
+    """JSON Schema lets readers ignore formats. Many schemas have some of their own."""
+    for name in sorted(FORMATS - {"unknown"}):
+        assert not _accepts({"type": "string", "format": name}, '"}"'), name
+    for name in ("idn-email", "uri-reference", "int32", "password", "phone", "regex", ""):
+        properties = {"format": {"type": "string", "format": name}}
+        asked = {"type": "object", "properties": properties, "required": ["format"]}
+        assert _accepts(asked, '{"format":"}"}'), name
+        assert _accepts({"type": "integer", "format": name}, "12"), name
+        assert not _accepts({"const": {"format": name}}, "{}"), name
+        regex_of(asked)
+
+
+TRUE_OF_NAMES = [True, {}, {"type": "string"}, {"pattern": ".*"}, {"minLength": 0, "title": "a"}]
+
+
+@pytest.mark.parametrize("names", TRUE_OF_NAMES)
+def test_property_names_that_may_be_any_are_no_restriction(names: Any) -> None:
+    values = {"type": "object", "additionalProperties": {"type": "integer"}, "propertyNames": names}
+    assert _accepts(values, '{"a":1}')
+    assert not _accepts(values, '{"a":"b"}')
+    assert _accepts({"type": "array", "items": values}, '[{"a":1}]')
+    assert re.fullmatch(regex_of(values), '{"a": 1}')
+    for other in ({"pattern": "^a"}, {"maxLength": 3}, {"enum": ["a"]}, {"type": "integer"}, False):
+        for read in (lambda x: tokens().compile("json_schema", x), regex_of):
+            with pytest.raises(FieldError, match="propertyNames"):
+                read({**values, "propertyNames": other})
 
 
 def test_a_lark_grammar() -> None:
