@@ -48,11 +48,7 @@ class ConvertOptions:
     offline: bool = option(False, "Use the local hub cache alone, and no network.")
 
     def __post_init__(self) -> None:
-        """Refuse impossible options.
-
-        Raises:
-          UsageError: naming the option.
-        """
+        """Refuse impossible options, with UsageError."""
         formats = self.quantize or self.quantize_head
         if self.to_hf and (self.dtype or formats or self.revision or self.token or self.offline):
             raise UsageError("--to-hf takes no other option: it restores the files as they came")

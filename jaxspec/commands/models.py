@@ -117,11 +117,7 @@ class ModelOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse processes without a mesh.
-
-        Raises:
-          UsageError: naming the option.
-        """
+        """Refuse processes without a mesh, with UsageError."""
         if self.distributed and not self.mesh:
             raise UsageError("--distributed needs --mesh: how to split over the devices of all")
 
@@ -154,11 +150,7 @@ class ModelOptions:
         return dataclasses.replace(self, quantize=None, quantize_head=None, kv_dtype=None)
 
     def check_drafter(self, drafting: Drafting) -> None:
-        """Refuse options of drafting without a drafter.
-
-        Raises:
-          UsageError: naming the option.
-        """
+        """Refuse options of drafting without a drafter, with UsageError."""
         wanting = [shown for _, shown in drafting.changes_acceptance]
         if drafting.num_draft_tokens is not None:
             wanting.insert(0, ("num_draft_tokens",))

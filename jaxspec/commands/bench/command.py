@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from jaxspec.commands.bench.options import BenchOptions, TraceOptions
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, as_flag, command, explained
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
-from jaxspec.commands.progress import ticking
+from jaxspec.commands.progress import Notify, ticking
 from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling, option
 
 FILTERS = ("top_k", "top_p", "min_p")  # greedy decoding ignores them
@@ -113,7 +112,7 @@ def _steps(
     options: BenchOptions,
     drafting: Drafting,
     sampling: Sampling,
-    notify: Callable[[str], None],
+    notify: Notify,
 ) -> dict[str, Any]:
     """Measure prefill and decode steps, print the results, and return them as JSON values."""
     from jaxspec.commands.bench import run
@@ -139,11 +138,7 @@ def _steps(
 
 
 def check_sampling(sampling: Sampling, drafting: Drafting) -> None:
-    """Refuse sampling that changes nothing, or that is not measured.
-
-    Raises:
-      UsageError: naming the option.
-    """
+    """Refuse sampling that changes nothing, or that is not measured, with UsageError."""
     changed = [name for name in VALUES if getattr(sampling, name) != DEFAULTS[name]]
     if changed and drafting.synthetic_acceptance is not None:
         raise UsageError(

@@ -22,6 +22,7 @@ from jaxspec.commands.bench.floor import Ceiling, share_of_group
 from jaxspec.commands.bench.pair import ModelPair, bench_cache_length
 from jaxspec.commands.bench.profile import Block, distinct_experts, draft_loop, verify_loop
 from jaxspec.commands.bench.results import CaseResult, Observed
+from jaxspec.commands.progress import Notify
 from jaxspec.options import Sampling
 from jaxspec.runtime.prefill import PREFILL_CHUNK, make_chunk
 from jaxspec.runtime.runtime import Bound, NewRows, Runtime
@@ -106,14 +107,13 @@ def measure(
     repeats: int,
     seed: int,
     context: int | None = None,
-    notify: Callable[[str], None] = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> CaseResult:
     """Prefill and decode one batch of prompts, `repeats` times after a warm-up.
 
     Args:
       ceiling: of one device; floors and rates are of the devices that share the same rows.
       context: prefill nothing; rows start after so many tokens, with their first prompt token.
-      notify: called with the current activity.
     """
     mesh = pair.mesh
     spec, (batch, prompt_length) = pair.spec, prompts.shape

@@ -57,11 +57,7 @@ class BenchOptions:
         return max(starts) + self.new_tokens + 1
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude each other.
-
-        Raises:
-          UsageError: naming them.
-        """
+        """Refuse options that exclude each other, with UsageError."""
         if self.context_length and self.prompt_length is not None:
             raise UsageError(
                 "--prompt-length and --context-length exclude each other; leave one out"

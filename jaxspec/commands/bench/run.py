@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from jaxspec.commands.bench.options import BenchOptions, TraceOptions
 from jaxspec.commands.bench.pair import ModelPair, make_pair
 from jaxspec.commands.bench.results import Case, floor_table, result_tables
 from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.progress import Notify
 from jaxspec.commands.startup import versions
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
@@ -34,13 +34,9 @@ def run(
     pair: ModelPair,
     prompts: np.ndarray,
     options: BenchOptions,
-    notify: Callable[[str], None] = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> dict[str, Any]:
-    """Print the ceiling, measure every case and print the results; return all as JSON values.
-
-    Args:
-      notify: called with the current activity.
-    """
+    """Print the ceiling, measure every case and print the results; return all as JSON values."""
     notify("measuring the device")
     ceiling = measure_ceiling(
         pair.spec.target.dtype, step_cost(pair.spec, 1, prompts.shape[1]).weight_bytes
@@ -176,7 +172,7 @@ def run_trace(
     preset: str | None,
     seed: int,
     plot_path: Path | None,
-    notify: Callable[[str], None] = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> dict[str, Any]:
     """Send a trace through an engine, print the results, and return them as JSON values."""
     stream = None if options.trace in (None, GENERATED) else trace.read(Path(options.trace))

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from jaxspec.commands.bench.results import digits
 from jaxspec.commands.options import UsageError, read_text
+from jaxspec.commands.progress import Notify
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 
@@ -143,13 +144,12 @@ def replay(
     engine: Engine,
     trace: Sequence[TraceRequest],
     requests: Sequence[Request],
-    notify: Callable[[str], None] = lambda message: None,
+    notify: Notify = lambda _: None,
 ) -> tuple[list[RequestTiming], list[Moment], float]:
     """Send a trace through an engine.
 
     Args:
       requests: one for each of the trace, with its index as id.
-      notify: called with the progress.
 
     Returns:
       The timing of each request, the engine after each step, and the idle seconds.
@@ -228,7 +228,7 @@ def run(
     engine: Engine,
     trace: Sequence[TraceRequest],
     requests: Sequence[Request],
-    notify: Callable[[str], None] = lambda message: None,
+    notify: Notify = lambda _: None,
 ) -> tuple[TraceReport, list[Moment]]:
     """Compile all programs, send a trace through an engine, and return its results."""
     notify("compiling")

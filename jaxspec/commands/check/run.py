@@ -73,14 +73,7 @@ def check_pair(
     known: reference.Reference | None,
     notify: Notify,
 ) -> Report:
-    """Check a pair.
-
-    Args:
-      known: the measurement of the drafter's maker.
-
-    Raises:
-      UsageError: the pair cannot be checked.
-    """
+    """Check a pair, of whose drafter the maker's measurement may be known."""
     batch_size, new_tokens = min(checking.batch_size, len(prompts.ids)), checking.new_tokens
     notify("looking at the weights")
     looks = reference.look_at(target.params), reference.look_at(drafter.params)
@@ -190,11 +183,7 @@ def _fallen(
 
 
 def _long_enough(plain: Sequence[Completion], drafts: int) -> list[int]:
-    """Return the rows that go on for more than one draft.
-
-    Raises:
-      UsageError: they are too few.
-    """
+    """Return the rows that go on for more than one draft; too few are a UsageError."""
     enough = [i for i, c in enumerate(plain) if len(c.token_ids) > drafts]
     if len(enough) < MIN_ROWS:
         raise UsageError(

@@ -57,11 +57,7 @@ class TextOptions:
     overwrite: bool = option(False, "With --json PATH: start anew, whatever the file holds.")
 
     def __post_init__(self) -> None:
-        """Refuse impossible options.
-
-        Raises:
-          UsageError: naming the option.
-        """
+        """Refuse impossible options, with UsageError."""
         if "" in self.stop:
             raise UsageError("--stop: expected some text, got none")
         if self.chat_template_kwargs is not None and not self.chat:
@@ -167,11 +163,7 @@ class GenerateOptions:
     running: RunningOptions = RunningOptions()
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude each other.
-
-        Raises:
-          UsageError: naming the options.
-        """
+        """Refuse options that exclude each other, with UsageError."""
         self.models.check_drafter(self.drafting)
         if self.text.json_path is None:
             for name in ("logprobs", "top_logprobs"):
