@@ -30,7 +30,7 @@ from rich.console import Console
 
 from jaxspec.commands import interruption
 from jaxspec.commands.interruption import Left
-from jaxspec.options import BIAS, Drafting, FieldError, Range, Sampling, check_ranges
+from jaxspec.options import BIAS, DEFAULTS, Drafting, FieldError, Range, Sampling, check_ranges
 
 RecordT = TypeVar("RecordT")
 
@@ -348,6 +348,17 @@ def as_flag(field: str, value: object = None) -> str:
     """Return a field as on the command line: `--num-draft-tokens`, or `--num-draft-tokens 7`."""
     flag = _NESTED.get(field) or _flag(field)
     return flag if value is None else f"{flag} {value}"
+
+
+def idle_when_greedy(values: Mapping[str, Any], drafting: Drafting) -> list[str]:
+    """Return the options that change nothing at temperature 0: filters, and how drafts are judged.
+
+    Args:
+      values: of fields of `Sampling`.
+    """
+    filters = ("top_k", "top_p", "min_p")
+    idle = [as_flag(name) for name in filters if values.get(name, DEFAULTS[name]) != DEFAULTS[name]]
+    return idle + [as_flag(*shown) for _, shown in drafting.changes_acceptance]
 
 
 def error_message(error: Exception | str) -> str:

@@ -154,27 +154,18 @@ def mesh_for(models: ModelOptions) -> Mesh | None:
         raise UsageError(f"--{error}") from None
 
 
+NOT_LOADED = ("mesh", "distributed", "compilation_cache")
+"""The options of models that `jaxspec.load` does not take as they are."""
+
+
 def load_models(models: ModelOptions) -> tuple[LoadedModel, LoadedModel | None]:
     """Load target and drafter, onto a mesh if the options have one.
 
     Raises:
       CheckpointError, ConfigError: one of them is incomplete or wrong.
     """
-    target, drafter = load(
-        models.target,
-        models.drafter,
-        dtype=models.dtype,
-        quantize=models.quantize,
-        quantize_head=models.quantize_head,
-        quantize_drafter=models.quantize_drafter,
-        quantize_draft_head=models.quantize_draft_head,
-        kv_dtype=models.kv_dtype,
-        revision=models.revision,
-        drafter_revision=models.drafter_revision,
-        token=models.token,
-        offline=models.offline,
-        mesh=mesh_for(models),
-    )
+    options = {name: value for name, value in vars(models).items() if name not in NOT_LOADED}
+    target, drafter = load(**options, mesh=mesh_for(models))
     return target, drafter
 
 

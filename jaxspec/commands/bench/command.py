@@ -12,12 +12,17 @@ from rich.console import Console
 
 from jaxspec.commands.bench.options import BenchOptions, TraceOptions
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.options import Fields, UsageError, as_flag, command, explained
+from jaxspec.commands.options import (
+    Fields,
+    UsageError,
+    as_flag,
+    command,
+    explained,
+    idle_when_greedy,
+)
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import Notify, ticking
 from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling, option
-
-FILTERS = ("top_k", "top_p", "min_p")  # greedy decoding ignores them
 
 
 @dataclass(frozen=True)
@@ -145,12 +150,9 @@ def check_sampling(sampling: Sampling, drafting: Drafting) -> None:
             f"{as_flag(changed[0])}: with --synthetic-acceptance a step does the work of greedy "
             "decoding; leave one out"
         )
-    idle = [(name,) for name in FILTERS if name in changed]
-    idle += [shown for _, shown in drafting.changes_acceptance]
+    idle = idle_when_greedy(vars(sampling), drafting)
     if sampling.temperature == 0 and idle:
-        raise UsageError(
-            f"{as_flag(*idle[0])} changes nothing at temperature 0; add --temperature 1"
-        )
+        raise UsageError(f"{idle[0]} changes nothing at temperature 0; add --temperature 1")
 
 
 def process_age_s() -> float | None:

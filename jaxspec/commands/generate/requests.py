@@ -17,15 +17,13 @@ from rich.console import Console
 
 from jaxspec.commands.generate.options import DecodingOptions, GenerateOptions
 from jaxspec.commands.generate.prompts import PromptInput, encode
-from jaxspec.commands.options import UsageError, as_flag, note
+from jaxspec.commands.options import UsageError, as_flag, idle_when_greedy, note
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
-from jaxspec.options import DEFAULTS, FieldError, Sampling, in_python
+from jaxspec.options import FieldError, Sampling, in_python
 from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
 from jaxspec.weights.loading import LoadedModel
-
-FILTERS = ("top_k", "top_p", "min_p")  # greedy decoding ignores them
 
 Key = tuple[int, int | None]
 """A row: the prompt's index, and the number of its sample; None for the only one."""
@@ -245,9 +243,6 @@ def note_idle_options(
     options: GenerateOptions, requests: Iterable[PromptRequest], console: Console
 ) -> None:
     """Print the options without effect, if all rows are greedy."""
-    values = options.sampling.values
-    idle = [(name,) for name in FILTERS if values.get(name, DEFAULTS[name]) != DEFAULTS[name]]
-    idle += [(field,) for field, _ in options.drafting.changes_acceptance]
+    idle = ", ".join(idle_when_greedy(options.sampling.values, options.drafting))
     if idle and all(r.request.sampling.temperature == 0 for r in requests):
-        flags = ", ".join(as_flag(*shown) for shown in idle)
-        note(console, f"{flags}: without effect at temperature 0; add --temperature 1")
+        note(console, f"{idle}: without effect at temperature 0; add --temperature 1")

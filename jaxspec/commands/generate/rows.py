@@ -13,10 +13,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from jaxspec.commands.output import OutputError, as_json, json_lines, write_line
 from jaxspec.weights.atomic_dir import is_at
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jaxspec.commands.generate.requests import Key, PromptRequest
     from jaxspec.state import DecodeSpec
     from jaxspec.weights.loading import LoadedModel
+
+ItemT = TypeVar("ItemT")
 
 _ROW, _SUMMARY = b'{"index": ', b'{"summary": '
 """The beginnings of our lines."""
@@ -60,6 +62,27 @@ def open_rows(destination: str, *, overwrite: bool = False) -> Iterator[RowsFile
         rows.close()
 
 
+class InOrder(Generic[ItemT]):
+    """Items that come as they are ready, and are shown in the order of their keys.
+
+    Args:
+      keys: in this order.
+      show: called with each item at its turn.
+    """
+
+    def __init__(self, keys: Iterable[Key], show: Callable[[ItemT], None]):
+        self._due, self._show = iter(keys), show
+        self._next = next(self._due, None)
+        self._early: dict[Key, ItemT] = {}
+
+    def add(self, key: Key, item: ItemT) -> None:
+        """Show an item, and those that waited for it; or keep it until its turn."""
+        self._early[key] = item
+        while self._next is not None and self._next in self._early:
+            self._show(self._early.pop(self._next))
+            self._next = next(self._due, None)
+
+
 class RowsStream:
     """Rows on a stream, each written after those before it."""
 
@@ -67,9 +90,7 @@ class RowsStream:
 
     def __init__(self, file: IO[str]):
         self._file, self.name = file, file.name
-        self._due: Iterator[Key] = iter(())
-        self._next: Key | None = None
-        self._early: dict[Key, dict[str, Any]] = {}
+        self._rows: InOrder[dict[str, Any]] = InOrder((), self.finish)
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of an earlier run: none."""
@@ -78,20 +99,16 @@ class RowsStream:
     def take_over(self, digests: Mapping[Key, str], refused: Set[Key] = frozenset()) -> set[Key]:
         """Note the rows to come, and return those that are there: none."""
         del refused
-        self._due = iter(digests)
-        self._next = next(self._due, None)
+        self._rows = InOrder(digests, self.finish)
         return set()
 
     def write(self, row: dict[str, Any]) -> None:
         """Write a row, or keep it until its turn."""
-        self._early[key_of(row)] = row
-        while self._next in self._early:
-            write_line(self._file, self._early.pop(self._next))
-            self._next = next(self._due, None)
+        self._rows.add(key_of(row), row)
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Write the last line."""
-        write_line(self._file, summary)
+    def finish(self, line: dict[str, Any]) -> None:
+        """Write a line, the summary as the last one."""
+        write_line(self._file, line)
 
 
 @dataclass(frozen=True)

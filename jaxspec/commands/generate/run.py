@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -48,6 +48,7 @@ from jaxspec.commands.generate.requests import (
     sampling_for,
 )
 from jaxspec.commands.generate.rows import (
+    InOrder,
     RowsFile,
     RowsStream,
     models_digest,
@@ -243,7 +244,15 @@ def show_many(
     """Decode prompts. Each result is written at once, or printed at its turn."""
     by_key: dict[Hashable, PromptRequest] = {r.key: r for r in requests}
     progress = RunProgress(console, {r.key: r.request.max_new_tokens for r in requests})
-    show = printer(requests, progress)
+    places = {r.key: place for place, r in enumerate(requests, 1)}
+
+    def show(result: PromptResult) -> None:
+        if result.error is None:
+            with progress.hidden():
+                place = header(result, places[result.request.key], len(requests))
+                print(place, body(result), "", sep="\n", flush=True)
+
+    printed = InOrder(places, show)
     with contextlib.closing(progress):
         for event in decode(requests, engine):
             finished = isinstance(event, Completion)
@@ -260,31 +269,7 @@ def show_many(
             if rows is not None:
                 rows.write(values)
             else:
-                show(result)
-
-
-def printer(
-    requests: Sequence[PromptRequest], progress: RunProgress
-) -> Callable[[PromptResult], None]:
-    """Return a function that prints results without an error in the order of the prompts."""
-    due = iter(enumerate((r.key for r in requests), 1))
-    early: dict[Key, PromptResult] = {}
-    number, key = next(due)
-
-    def show(result: PromptResult) -> None:
-        nonlocal number, key
-        early[result.request.key] = result
-        if key not in early:
-            return
-        with progress.hidden():
-            while key in early:
-                turn = early.pop(key)
-                if turn.error is None:
-                    print(header(turn, number, len(requests)), body(turn), "", sep="\n")
-                number, key = next(due, (0, (-1, None)))
-            sys.stdout.flush()
-
-    return show
+                printed.add(request.key, result)
 
 
 # --- after decoding ------------------------------------------------------------------------------
