@@ -46,6 +46,7 @@ class _Ending:
         self.number = 0  # the first signal; 0 for none
         self.taken: list[int] = []  # the signals that end this process
         self.watched = False  # a thread watches for signals
+        self.handler: Callable[[int], bool] | None = None  # see `ask_first`
         self.blocks: list[tuple[Left, Callable[[], None] | None]] = []  # of `leaving`, entered
 
 
@@ -151,16 +152,25 @@ def take_back() -> None:
         signal.signal(number, _handle)
 
 
-def hand_over() -> None:
-    """Leave signals to others from now on, such as a server that finishes its requests first."""
-    signal.set_wakeup_fd(-1)
-    for number in _ending.taken:
-        signal.signal(number, signal.SIG_DFL)
-    _ending.taken = []
+def ask_first(handler: Callable[[int], bool]) -> None:
+    """Give each signal to a function from now on, such as one of a server that drains first.
+
+    Args:
+      handler: returns whether the process goes on; if not, the signal ends it. Called in the thread
+        that watches for signals, so it also runs beside a compilation.
+    """
+    _ending.handler = handler
+
+
+def leave(code: int) -> NoReturn:
+    """End the process while other threads work: exit functions would tear JAX down under them."""
+    os._exit(_flushed(code))
 
 
 def _handle(number: int, frame: Any) -> None:
     """Note the signal. Python calls this in the main thread as soon as it can."""
+    if _ending.handler is not None:
+        return  # which the thread asks
     _ending.number = _ending.number or number
     if not _ending.watched:
         _end_interrupted()
@@ -168,8 +178,9 @@ def _handle(number: int, frame: Any) -> None:
 
 def _watch(reading: int) -> None:
     """Wait for a signal, tidy up, and end the process; a second signal ends it at once."""
-    number = _next_signal(reading, None)
-    assert number is not None
+    number = None
+    while number is None or _goes_on(number):
+        number = _next_signal(reading, None)
     _ending.number = _ending.number or number
     tidying = threading.Thread(target=_tidy, daemon=True)
     tidying.start()
@@ -178,6 +189,14 @@ def _watch(reading: int) -> None:
         if _next_signal(reading, 0.01) is not None:
             break
     _end_interrupted()
+
+
+def _goes_on(number: int) -> bool:
+    """Ask the handler whether the process goes on after a signal."""
+    try:
+        return _ending.handler is not None and _ending.handler(number)
+    except Exception:
+        return False
 
 
 def _next_signal(reading: int, timeout_s: float | None) -> int | None:

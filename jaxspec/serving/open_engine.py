@@ -166,6 +166,11 @@ class OpenEngine:
         return self._state
 
     @property
+    def is_working(self) -> bool:
+        """True until the worker has ended."""
+        return self._thread.is_alive()
+
+    @property
     def num_live(self) -> int:
         """Number of requests that wait or run."""
         return len(self._live)

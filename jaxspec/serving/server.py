@@ -1,7 +1,7 @@
-"""Server process: a socket, uvicorn, and an orderly end on SIGTERM.
+"""Server process: a socket, uvicorn, and an orderly end on a signal.
 
-Read `run`. The caller binds the socket before it loads models, so that a port in use is reported at
-once.
+Read `Server`. The caller binds the socket before it loads models, so that a port in use is reported
+at once, and gives signals to the server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from types import FrameType
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,7 +20,7 @@ from jaxspec.serving.open_engine import OpenEngine
 
 LOG = logging.getLogger("jaxspec.serving")
 HEADER_BYTES = 64 * 1024
-CLOSE_S = 2.0
+CLOSE_S = 1.0
 """Seconds that the device may take to return when all requests are cancelled."""
 
 
@@ -53,7 +53,12 @@ def check_tls(cert: str, key: str) -> None:
 
 
 class Server(uvicorn.Server):
-    """Drains on the first SIGTERM or Ctrl-C, and ends at once on the second."""
+    """Drains on the first signal, and ends at once on the second. `handle_signal` gets them.
+
+    Attributes:
+      signal: the first signal; 0 for none.
+      num_unfinished: requests that had not ended when the server did.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: OpenEngine, drain_s: float):
         """Make a server. `drain_s`: seconds that requests may take to end."""
@@ -61,20 +66,36 @@ class Server(uvicorn.Server):
         self._engine, self._drain_s = engine, drain_s
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.signal = self.num_unfinished = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. Python calls this between two instructions of the main thread."""
-        if self._loop is None or self._draining is not None:
-            self.should_exit = self.force_exit = True
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._engine.close, 0)
-        else:
-            self._loop.call_soon_threadsafe(self._begin_to_drain)
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: `handle_signal` gets them."""
+        yield
+
+    def handle_signal(self, number: int) -> bool:
+        """Handle a signal, in any thread.
+
+        Returns:
+          Whether the server sees to its end. False: nothing runs yet, so the process may end.
+        """
+        loop = self._loop
+        if loop is None or loop.is_closed() or self._engine.state == "loading":
+            return False
+        if not self.signal:
+            self.signal = number
+            loop.call_soon_threadsafe(self._begin_to_drain)
+            return True
+        if self.force_exit:  # the third signal
+            return False
+        self.should_exit = self.force_exit = True
+        loop.call_soon_threadsafe(self._give_up)
+        return True
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to exit, which is so if the engine failed. Called ten times a second."""
@@ -89,21 +110,27 @@ class Server(uvicorn.Server):
         LOG.info("draining: %d requests are left", self._engine.num_live)
         done = await asyncio.to_thread(self._engine.drain, self._drain_s)
         if not done:
-            LOG.warning("%d requests did not end in time", self._engine.num_live)
+            self._give_up()
             await asyncio.to_thread(self._engine.close, CLOSE_S)
         self.should_exit = True
 
+    def _give_up(self) -> None:
+        """End the requests that are left, and say how many."""
+        if number := self._engine.num_live:
+            self.num_unfinished = max(self.num_unfinished, number)
+            LOG.warning("%d requests were not finished", number)
+        self._engine.close(0)
 
-def run(
+
+def make_server(
     app: Starlette,
     engine: OpenEngine,
-    bound: socket.socket,
     *,
     drain_s: float,
     tls_cert: str | None = None,
     tls_key: str | None = None,
-) -> None:
-    """Serve until a signal ends it."""
+) -> Server:
+    """Return a server that does not run yet."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -120,6 +147,4 @@ def run(
         ssl_certfile=tls_cert,
         ssl_keyfile=tls_key,
     )
-    server = Server(config, engine, drain_s)
-    with contextlib.closing(bound):
-        server.run(sockets=[bound])
+    return Server(config, engine, drain_s)

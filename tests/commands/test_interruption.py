@@ -73,6 +73,32 @@ def test_a_signal_ends_what_python_cannot_interrupt(number: int, code: int, word
     assert seconds < LIMIT_S
 
 
+def test_a_handler_may_go_on_once() -> None:
+    """A server drains on the first signal, even while the main thread compiles."""
+    body = f"""
+import signal
+def handler(number, calls=[]):
+    calls.append(number)
+    return len(calls) == 1
+interruption.ask_first(handler)
+{READY}
+{BUSY}
+"""
+    code, seconds, stderr = ended(run_in(body), "ready", signal.SIGTERM, signal.SIGINT)
+    assert (code, stderr) == (130, "interrupted\n")
+    assert seconds < LIMIT_S
+    failing = "interruption.ask_first(lambda number: 1 // 0)"
+    code, _, stderr = ended(run_in(f"{failing}\n{READY}\n{BUSY}"), "ready", signal.SIGTERM)
+    assert (code, stderr) == (143, "terminated\n")
+
+
+def test_leaving_runs_no_exit_function() -> None:
+    """JAX's would tear it down under a thread that compiles, with a traceback."""
+    body = f"import atexit\natexit.register(print, 'torn down')\n{READY}\ninterruption.leave(130)"
+    code, _, stderr = ended(run_in(body), "ready")
+    assert (code, stderr) == (130, "")
+
+
 def test_what_is_left_is_tidied_and_told(tmp_path: Path) -> None:
     """The main thread is in a call of C all the while; another one removes the file."""
     file = tmp_path / "half"

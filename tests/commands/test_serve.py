@@ -67,6 +67,31 @@ def test_without_the_extra_it_says_what_to_install(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0, 0.005, 0.5])
+def test_ctrl_c_while_a_server_warms_up(tmp_path: Path, delay_s: float) -> None:
+    """It ended with code 0, seconds later. Right behind the first line there was no handler at all."""
+    tiny.write_target(tmp_path / "target")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxspec", "serve", "target", "--port", "0", "--slots", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert any(line.startswith("serving") for line in process.stderr)
+        time.sleep(delay_s)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 2
+        assert (process.returncode, errors) == (130, "interrupted\n")
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
 def test_a_server_s_life(tmp_path: Path) -> None:
     """The server compiles, answers, and on SIGTERM ends after its last stream."""
     tiny.write_target(tmp_path / "target")

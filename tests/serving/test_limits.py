@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import signal
@@ -21,8 +20,9 @@ import uvicorn
 from jaxspec.serving.app import make_app
 from jaxspec.serving.event_stream import EventStream
 from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.server import Server, bind
-from tests.serving.conftest import Live, connect, no_scores
+from tests.serving.conftest import Live, connect, no_scores, run_server
 from tests.serving.fake_engine import FakeEngine
 
 Start = Callable[..., Live]
@@ -200,7 +200,6 @@ class Running:
         app = make_app(live.serving_model, live.open_engine, no_scores, Metrics("m"))
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
         self.server = Server(config, live.open_engine, drain_s)
-        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         run = self.server.run
         self.thread = threading.Thread(target=run, kwargs={"sockets": [bound]}, daemon=True)
         self.thread.start()
@@ -211,7 +210,9 @@ class Running:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_does_not_end_in_time_is_told_so(fake: Start, stream: bool) -> None:
+def test_what_does_not_end_in_time_is_told_so(
+    fake: Start, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """The server ends when its time to drain is over, not when the last request does."""
     engine = FakeEngine()
     live = fake(engine)
@@ -220,13 +221,15 @@ def test_what_does_not_end_in_time_is_told_so(fake: Start, stream: bool) -> None
     with ThreadPoolExecutor() as pool:
         reply = pool.submit(running.post, **LONG, stream=stream)
         ends_soon(engine.in_step.is_set)
-        running.server.handle_exit(signal.SIGTERM, None)
+        assert running.server.handle_signal(signal.SIGTERM)
         ends_soon(lambda: live.open_engine.state == "closed")
         engine.gate.set()
         text = reply.result(20).text
     assert '"code":"cancelled"' in text
     assert text.endswith("data: [DONE]\n\n") == stream
     running.thread.join(20)
+    assert running.server.num_unfinished == 1
+    assert "1 requests were not finished" in caplog.text
     assert not running.thread.is_alive()
 
 
@@ -257,13 +260,32 @@ def test_a_second_signal_ends_requests_in_the_protocol_s_form(fake: Start) -> No
     with ThreadPoolExecutor() as pool:
         reply = pool.submit(running.post, **LONG)
         ends_soon(lambda: live.open_engine.num_live == 1)
-        running.server.handle_exit(signal.SIGTERM, None)
+        assert running.server.handle_signal(signal.SIGTERM)
         ends_soon(lambda: live.open_engine.state == "draining")
-        running.server.handle_exit(signal.SIGTERM, None)
+        assert running.server.handle_signal(signal.SIGTERM)
         response = reply.result(20)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "cancelled")
     running.thread.join(20)
     assert not running.thread.is_alive()
+
+
+def test_a_signal_while_programs_are_compiled_is_not_the_server_s(
+    serving_model: ServingModel,
+) -> None:
+    """Nothing runs yet that could be finished, so the process ends at once. It waited for the compiler."""
+    engine = FakeEngine()
+    engine.gate.clear()
+    for live in run_server(serving_model, engine, warm_up=True):
+        running = Running(live, drain_s=60)
+        assert live.open_engine.state == "loading"
+        assert not running.server.handle_signal(signal.SIGINT)
+        engine.gate.set()
+        ends_soon(lambda live=live: live.open_engine.state == "ready")
+        assert running.server.handle_signal(signal.SIGINT)
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+        assert (running.server.signal, running.server.num_unfinished) == (signal.SIGINT, 0)
+        assert not running.server.handle_signal(signal.SIGINT)  # it is over
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import logging
 import os
+import signal
 import sys
 from typing import Any
 
@@ -100,6 +101,14 @@ def run(
             warm_up=not network.no_warm_up,
             observer=metrics,
         )
+        runner = server.make_server(
+            make_app(model, open_engine, scorer, metrics),
+            open_engine,
+            drain_s=network.drain_timeout,
+            tls_cert=network.tls_cert,
+            tls_key=network.tls_key,
+        )
+        interruption.ask_first(runner.handle_signal)
         scheme = "http" if network.tls_cert is None else "https"
         host, port = bound.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
@@ -112,18 +121,15 @@ def run(
             markup=False,
             soft_wrap=True,
         )
-        interruption.hand_over()
-        server.run(
-            make_app(model, open_engine, scorer, metrics),
-            open_engine,
-            bound,
-            drain_s=network.drain_timeout,
-            tls_cert=network.tls_cert,
-            tls_key=network.tls_key,
-        )
+        runner.run(sockets=[bound])
         open_engine.close(server.CLOSE_S)
     if open_engine.state == "failed":
         raise UsageError("the engine has failed; the log says why")
+    code = 130 if runner.signal == signal.SIGINT else 0
+    if runner.num_unfinished or open_engine.is_working:
+        interruption.leave(code)
+    if code:
+        raise SystemExit(code)
 
 
 def bind(network: NetworkOptions) -> Any:
