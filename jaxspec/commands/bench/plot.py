@@ -18,7 +18,7 @@ FLOORS = (
     "floor: the least time that a step can take, which is that of reading its bytes or of its "
     "operations,\nwhichever is longer, at the rates that were measured on this device"
 )
-_BELOW: dict[str, Any] = dict(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+_BELOW: dict[str, Any] = dict(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 _COLORS = {"verify": "C0", "draft": "C1", "rest": "C7"}
 
 
@@ -45,7 +45,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     results = report["results"]
     drafted = [r for r in results if r["mode"] == "speculative"]
     curves = len({r["batch_size"] for r in results}) > 1
-    height = 5.0 if curves else max(4.5, 1.6 + 0.75 * len(results))
+    height = 5.4 if curves else max(4.9, 1.6 + 0.75 * len(results))
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(11, height), layout="constrained"
     )
