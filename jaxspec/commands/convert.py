@@ -85,6 +85,7 @@ def convert_command(
 
       jaxspec convert ./e2b ./e2b-hf --to-hf
     """
+    from jaxspec.commands import startup
     from jaxspec.commands.startup import start_devices
     from jaxspec.configs.base import ConfigError
     from jaxspec.weights.atomic_dir import abandon, partial
@@ -100,6 +101,7 @@ def convert_command(
         return f"{destination} was not written{removal}"
 
     console = Console(stderr=True)
+    startup.set_compilation_cache(None, console)  # for what quantises
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -303,7 +303,7 @@ def test_a_refused_dtype_says_what_to_use(args: str, message: str) -> None:
     assert message in " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("name", ["generate a", "check", "bench", "serve --port 0"])
+@pytest.mark.parametrize("name", ["generate a", "check", "bench", "serve --port 0", "convert a b"])
 def test_every_command_keeps_its_programs(
     invoke: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -313,8 +313,10 @@ def test_every_command_keeps_its_programs(
         raise UsageError(f"kept in {path}")
 
     monkeypatch.setattr(startup, "set_compilation_cache", kept)
-    outcome = invoke(*name.split(), "--compilation-cache", "here")
-    assert (outcome.code, outcome.stderr.strip()) == (2, "error: kept in here")
+    given = () if name.startswith("convert") else ("--compilation-cache", "here")
+    outcome = invoke(*name.split(), *given)
+    assert outcome.code == 2
+    assert outcome.stderr.strip() == f"error: kept in {given[1] if given else None}"
 
 
 def test_long_work_says_what_it_does_while_nothing_returns() -> None:

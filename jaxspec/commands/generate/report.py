@@ -127,24 +127,16 @@ class Summary:
     """The totals of a run and its conditions.
 
     Counts include rows that were taken over. Seconds, `decode_tokens` and speeds are of this run.
+    `docs/command-line.md` explains each field.
 
     Attributes:
-      errors: prompts without a completion.
-      taken_over: rows of an earlier run.
-      prompt_tokens: of each prompt once, whatever its number of samples.
-      new_tokens: returned tokens, the one of prefill included.
       decode_tokens: returned tokens without those of prefill, decoded in `decode_s`.
       plain_tokens_per_s: speed of plain decoding on the same rows, see `plain`; None if not
         measured.
-      plain_measured_s: duration of that measurement.
-      acceptance_length: mean tokens per verify step of all prompts.
-      acceptance_by_position: share of verify steps that accepted draft token 1, 2, ...
       steps_by_length: steps of the batch by their number of verified drafts; empty if that is
         fixed.
-      compile_s: not part of `prefill_s` and `decode_s`.
-      drafting, choose_length: the options; `num_draft_tokens` is the number in use, 0 without a
-        drafter.
-      sampling: of the run; bans are not in its biases, but in `ban_tokens`.
+      drafting, sampling: the options, whose fields JSON has beside the others. `num_draft_tokens` is
+        the number in use. Bans are not in the biases, but in `ban_tokens`.
     """
 
     prompts: int
