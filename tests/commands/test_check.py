@@ -25,7 +25,6 @@ from jaxspec.commands import progress
 from jaxspec.commands.check import command, reference, replay, search, statistics
 from jaxspec.commands.check import run as checking
 from jaxspec.commands.check import text as texts_of
-from jaxspec.commands.check.command import CheckOptions
 from jaxspec.commands.check.hypotheses import (
     Hypothesis,
     Origins,
@@ -33,6 +32,7 @@ from jaxspec.commands.check.hypotheses import (
     in_force,
     traced_values,
 )
+from jaxspec.commands.check.options import CheckOptions
 from jaxspec.commands.check.report import Difference, Report
 from jaxspec.commands.check.search import Comparison, Round
 from jaxspec.commands.check.statistics import Estimate

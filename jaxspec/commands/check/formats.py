@@ -18,7 +18,7 @@ from rich import box
 from rich.filesize import decimal
 from rich.table import Table
 
-from jaxspec.commands.check.command import CheckOptions
+from jaxspec.commands.check.options import CheckOptions
 from jaxspec.commands.check.text import decode_greedily, prompts_for
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import __version__
-from jaxspec.commands.check.command import MIN_ROWS
+from jaxspec.commands.check.options import MIN_ROWS
 from jaxspec.commands.check.statistics import Estimate, classify, format_gain, gained
 from jaxspec.commands.check.text import PromptSet
 from jaxspec.commands.options import UsageError

@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspec.cache import cache_bytes
-from jaxspec.commands.check.command import MIN_ROWS
 from jaxspec.commands.check.hypotheses import Hypothesis, traced_values
+from jaxspec.commands.check.options import MIN_ROWS
 from jaxspec.commands.check.text import Text, generation_of
 from jaxspec.commands.progress import Notify
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView

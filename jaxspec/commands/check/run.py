@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxspec.commands.check import hypotheses, reference, statistics
-from jaxspec.commands.check.command import MIN_ROWS, CheckOptions
+from jaxspec.commands.check.options import MIN_ROWS, CheckOptions
 from jaxspec.commands.check.replay import Evidence
 from jaxspec.commands.check.report import Difference, Report, first_differences
 from jaxspec.commands.check.search import SearchResult, search

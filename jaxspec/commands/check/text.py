@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.api import BUNDLED
-from jaxspec.commands.check.command import MIN_ROWS, CheckOptions
+from jaxspec.commands.check.options import MIN_ROWS, CheckOptions
 from jaxspec.commands.options import UsageError, error_message, read_text
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
