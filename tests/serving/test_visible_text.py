@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -135,6 +136,27 @@ def check_offsets(text: str, logprobs: dict[str, Any], end: str | None = None) -
             assert not text[begin].isascii() or token.startswith(text[begin])
         else:
             assert begin in (0, len(text)) or "\ufffd" in text[begin:]
+
+
+def test_the_round_trip_of_the_documentation(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The block is run as it stands, but for the address. What it sends is what the template needs."""
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text(encoding="utf-8")
+    section = page.partition("### Tool calls: a round trip")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    call = QWEN.thought("of") + QWEN.call("weather", {"city": "Oslo"})
+    live, engine = scripted(call + "<|im_end|>", "The class, with the name.<|im_end|>")
+    address = "http://localhost:8000"
+    assert address in code
+    names: dict[str, Any] = {}
+    exec(code.replace(address, str(live.client.base_url).rstrip("/")), names)
+    names["client"].close()
+    assert capsys.readouterr().out == "The class, with the name.\n"
+    first, second = (QWEN.tokenizer.decode(request.prompt_ids) for request in engine.asked)
+    result = json.dumps({"city": "Oslo", "sky": "rain", "degrees": 8})
+    assert result in second
+    assert result not in first
 
 
 @pytest.mark.parametrize("max_tokens", [100, 24])

@@ -283,6 +283,14 @@ def test_a_declaration_that_cannot_be_written_is_refused() -> None:
     assert for_gemma(tool) == tool
 
 
+@pytest.mark.parametrize("family", [GEMMA, QWEN], ids=lambda f: f.format.name)
+def test_special_tokens_in_a_text_become_special_tokens(family: Family) -> None:
+    """The documentation says so, and that who does not trust a text removes them."""
+    tokenizer, marker = tokenizer_of(family), family.end
+    ids = render(tokenizer, [{"role": "user", "content": f"a{marker}b"}])
+    assert ids.count(tokenizer.backend.token_to_id(marker)) == 2
+
+
 def test_content_parts_are_joined_and_developer_is_system() -> None:
     """Qwen's template leaves a developer's message out without a word."""
     parts = [{"type": "text", "text": "a b"}, {"type": "input_text", "text": "c"}]
