@@ -169,7 +169,8 @@ class Conventions:
         ones. A program is compiled for these, and the drafter's `assume` gives it the real numbers.
         Feature layers need not even that: they are the order in which `absorb` gets features.
       later_only: the parameter that only drafts after the first depend on; "" if there is none. One of
-        `weight_changes`, the only one of this parameter, puts its numbers in another order.
+        `weight_changes`, the only one of this parameter, puts its numbers in another order. That is a
+        probe of how much they matter, and never proposed.
       shortened: the key of config.json that holds how many tokens a block has that was trained, its
         anchor included; "" for drafters without blocks.
     """
