@@ -15,6 +15,7 @@ from jaxspec.options import FieldError, shown
 
 MAX_SCHEMAS = 10_000
 """Most schemas within a declaration. References can make very many of a few."""
+_KNOWN = {"description", "type", "properties", "required", "nullable"}
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
 
 
@@ -37,12 +38,13 @@ class _Schemas:
         self._name, self._root, self._count = name, root, 0
 
     def simple(
-        self, schema: Any, within: tuple[str, ...] = ()
+        self, schema: Any, within: tuple[str, ...] = (), *, is_item: bool = False
     ) -> tuple[dict[str, Any], Sequence[str]]:
         """Return a schema of the keywords that the template knows, and in words what these lack.
 
         Args:
           within: references that this schema is a part of.
+          is_item: whether it is the `items` of a schema, whose other keywords the template writes.
         """
         self._count += 1
         if self._count > MAX_SCHEMAS:
@@ -68,22 +70,25 @@ class _Schemas:
         guess = "object" if "properties" in schema else "array" if "items" in schema else None
         if kinds or guess:
             schema["type"] = " | ".join(kinds) or guess
-        if enum and schema.get("type") != "string":
+        if enum and schema.get("type") != "string" and not is_item:
             notes.append(f"One of: {', '.join(map(_json, enum))}.")
         if schema.get("type") == "object":
             members, values = schema.get("properties"), schema.get("additionalProperties")
             members = members if isinstance(members, Mapping) else {}
-            # Without `properties` the template would take keywords for parameters.
-            schema["properties"] = {n: self._described(m, within) for n, m in members.items()}
+            # Without `properties` the template would take other keywords for parameters.
+            if "properties" in schema or not (is_item or {*schema} <= _KNOWN):
+                schema["properties"] = {n: self._described(m, within) for n, m in members.items()}
             if isinstance(values, Mapping) and values:
                 notes.append(f"Other values: {_json(self._described(values, within))}.")
         if isinstance(schema.get("items"), Mapping):
-            schema["items"] = self._described(schema["items"], within)
+            schema["items"] = self._described(schema["items"], within, is_item=True)
         return schema, notes
 
-    def _described(self, schema: Any, within: tuple[str, ...]) -> dict[str, Any]:
+    def _described(
+        self, schema: Any, within: tuple[str, ...], *, is_item: bool = False
+    ) -> dict[str, Any]:
         """Return a simple schema. Its description has what the keywords lack."""
-        simple, notes = self.simple(schema, within)
+        simple, notes = self.simple(schema, within, is_item=is_item)
         if notes:
             simple["description"] = " ".join([str(simple.get("description") or ""), *notes]).strip()
         return simple

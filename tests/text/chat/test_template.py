@@ -278,8 +278,23 @@ def test_a_declaration_that_cannot_be_written_is_refused() -> None:
         with pytest.raises(FieldError, match=say) as caught:
             render(tokenizer_of(GEMMA), [USER], choose([tool]).tools)
         assert caught.value.field == "tools"
-    plain = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 1}}}
-    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": plain}}
+
+
+def test_a_plain_declaration_stays_as_it_is() -> None:
+    """So that the prompt is the one that the model was trained on."""
+    place = {"type": "object", "properties": {"city": {"type": "string", "enum": ["a"]}}}
+    properties = {
+        "n": {"type": "integer", "minimum": 1, "default": 2, "description": "d"},
+        "many": {"type": "array", "items": {"type": "integer", "enum": [1, 2]}},
+        "places": {"type": "array", "items": place},
+        "any": {"type": "array", "items": {"type": "object", "title": "t"}},
+        "free": {"type": "object", "description": "e"},
+        "place": {**place, "required": ["city"]},
+        "odd": {},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["n"]}
+    function = {"name": "f", "description": "d", "parameters": schema, "strict": True}
+    tool = {"type": "function", "function": function}
     assert for_gemma(tool) == tool
 
 
