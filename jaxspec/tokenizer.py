@@ -8,6 +8,7 @@ model config nor torch. Only chat templates import transformers, for its hardene
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ import tokenizers.models
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import read_json, refuse_pointer
 
+_LOG = logging.getLogger(__name__)
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [b for b in range(256) if b not in _PRINTED]
@@ -53,14 +55,18 @@ def refuse_empty(name: str, text: str) -> None:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer."""
+    """A checkpoint's tokenizer.
+
+    Attributes:
+      bos_token_id: the id with which every text begins; None where texts begin with none. As in
+        transformers 5, the post-processor of tokenizer.json alone decides about it.
+    """
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         *,
         special_tokens: Mapping[str, str] | None = None,
-        add_bos: bool = True,
         chat_template: str | None = None,
     ):
         """Wrap a backend.
@@ -68,7 +74,6 @@ class Tokenizer:
         Args:
           special_tokens: special tokens by the names that chat templates use (`bos_token`,
             `eos_token`, ...).
-          add_bos: whether to begin every text with the `bos_token`, if there is one.
           chat_template: the Jinja source of the chat template.
         """
         self.backend = backend
@@ -76,7 +81,10 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         bos = self.special_tokens.get("bos_token")
-        self.bos_token_id = backend.token_to_id(bos) if bos and add_bos else None
+        begin = self._encode("a", add_special_tokens=True)[:1]
+        adds_one = begin != self._encode("a", add_special_tokens=False)[:1]
+        is_bos = adds_one and bos is not None and begin == (backend.token_to_id(bos),)
+        self.bos_token_id = begin[0] if is_bos else None
 
     @classmethod
     def load(cls, directory: Path | str) -> Tokenizer:
@@ -98,20 +106,22 @@ class Tokenizer:
         except Exception as error:  # the bindings raise bare Exception
             raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
         config = _read_json(directory / "tokenizer_config.json")
-        return cls(
+        made = cls(
             backend,
-            special_tokens=_special_tokens(config),
-            add_bos=config.get("add_bos_token") is not False,
+            special_tokens=_special_tokens(directory, config, backend),
             chat_template=_chat_template(directory, config),
         )
+        if config.get("add_bos_token") is True and made.bos_token_id is None:
+            _LOG.warning(
+                "%s: texts begin without a BOS: tokenizer_config.json asks for one (add_bos_token), but "
+                "the post-processor of tokenizer.json adds none, and it decides, as in transformers",
+                directory,
+            )
+        return made
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text. BOS comes first if the tokenizer has one."""
-        ids = self._encode(text, add_special_tokens=True)
-        # With some tokenizer.json files, the loader must add BOS.
-        if self.bos_token_id is not None and ids[:1] != (self.bos_token_id,):
-            ids = (self.bos_token_id, *ids)
-        return ids
+        """Return the token ids of a text, with the special tokens that tokenizer.json adds."""
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens and ids outside the vocabulary."""
@@ -306,9 +316,25 @@ def _refuse_pointer(path: Path) -> None:
         raise TokenizerError(str(error)) from None
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+_OF_CLASSES = {
+    "GemmaTokenizer": {
+        f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")
+    },
+    "Qwen2Tokenizer": {f"{name}_token": "<|endoftext|>" for name in ("unk", "eos", "pad")},
+}
+"""The special tokens that a class of transformers has where its files name none."""
+
+
+def _special_tokens(
+    directory: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer
+) -> dict[str, str]:
     """Return special tokens by name. Each is a string, or an object with its text in `content`."""
-    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    of_class = _OF_CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"), {})
+    named: dict[str, Any] = {
+        n: t for n, t in of_class.items() if backend.token_to_id(t) is not None
+    }
+    for values in (config, _read_json(directory / "special_tokens_map.json")):  # as in transformers
+        named |= {name: value for name, value in values.items() if name.endswith("_token")}
     for extra in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(config.get(extra), dict):
             named.update(config[extra])

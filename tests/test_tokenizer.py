@@ -137,13 +137,77 @@ def test_a_special_token_does_not_end_a_run_of_bytes() -> None:
     assert stream.finish(ids) == "\ufffd" * 2
 
 
-def test_bos_comes_from_the_tokenizer(tmp_path: Path) -> None:
-    for bos_in_file in (True, False):
+CLASSES = (
+    *("GemmaTokenizer", "GemmaTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    *("LlamaTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", None),
+)
+"""The classes that checkpoints of the supported families name."""
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "qwen3"])
+@pytest.mark.parametrize("tokenizer_class", CLASSES)
+def test_bos_is_added_where_transformers_adds_it(
+    tokenizer_class: str | None, model_type: str, tmp_path: Path
+) -> None:
+    """Fine-tunes of Qwen3 name a `bos_token`: it was added to every text, and transformers adds none."""
+    from transformers import AutoTokenizer
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for bos_in_file, named, add in itertools.product(
+        (True, False), (True, False), (None, True, False)
+    ):
         tiny_pair.write_tokenizer(tmp_path, bos=bos_in_file)
-        assert Tokenizer.load(tmp_path).encode("a b") == (tiny_pair.BOS, 263, 267)
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"bos_token": "<bos>", "add_bos_token": False}))
-    assert Tokenizer.load(tmp_path).encode("a b") == (263, 267)
+        values = {"eos_token": "<eos>", "bos_token": "<bos>" if named else None}
+        values |= {"add_bos_token": add, "tokenizer_class": tokenizer_class}
+        values = {key: value for key, value in values.items() if value is not None}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+        theirs = AutoTokenizer.from_pretrained(tmp_path)("a b")["input_ids"]
+        ours = Tokenizer.load(tmp_path)
+        assert (theirs[0] == tiny_pair.BOS) == (ours.encode("a b")[0] == tiny_pair.BOS), values
+        assert ours.encode("a b") in ((263, 267), (tiny_pair.BOS, 263, 267))
+        if named:
+            assert ours.bos_token_id == (tiny_pair.BOS if bos_in_file else None)
+
+
+@pytest.mark.parametrize("tokenizer_class", ["GemmaTokenizer", "TokenizersBackend"])
+@pytest.mark.parametrize(
+    ("named", "mapped"),
+    [
+        ({}, None),
+        ({"bos_token": None}, None),
+        ({}, {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}),
+        ({"bos_token": "<bos>"}, {"bos_token": "<unk>"}),
+        ({"bos_token": "<bos>", "image_token": "<pad>"}, None),
+    ],
+)
+def test_templates_have_the_special_tokens_of_transformers(
+    tokenizer_class: str, named: dict[str, str], mapped: dict[str, str] | None, tmp_path: Path
+) -> None:
+    """Those of special_tokens_map.json, and of the class, were not read: chats began without BOS."""
+    from transformers import AutoTokenizer
+
+    template = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}"
+    tiny_pair.write_tokenizer(tmp_path, template=template)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma4_text"}')
+    values = {"tokenizer_class": tokenizer_class, **named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    if mapped is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
+    messages = [{"role": "user", "content": "a"}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
+    assert Tokenizer.load(tmp_path).render_chat(messages) == theirs
+
+
+def test_a_bos_that_is_asked_for_and_not_added_is_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_pair.write_tokenizer(tmp_path, bos=False)
+    Tokenizer.load(tmp_path)
+    assert not caplog.text
+    values = {"bos_token": "<bos>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    Tokenizer.load(tmp_path)
+    assert "texts begin without a BOS" in caplog.text
 
 
 def test_decoding_leaves_special_tokens_out(directory: Path) -> None:
