@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxspec.commands.generate.prompts import PromptError, read_jsonl
+from jaxspec.commands.generate.prompts import read_jsonl
+from jaxspec.commands.options import UsageError
 from jaxspec.options import FieldError
 from tests.tools.fuzzing import mutate
 from tests.tools.fuzzing.outcomes import Case, Fault, Outcome, judge
@@ -48,7 +49,7 @@ def _case(file: Path, rng: random.Random, number: int) -> Case:
     return judge(
         f"{number} line {at + 1}: {what}",
         run,
-        documented=(PromptError, FieldError),
+        documented=(UsageError, FieldError),
         names=(str(file),),
         places=(f"{file}:", f"{file} has no prompts", "not UTF-8"),
     )
