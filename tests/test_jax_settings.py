@@ -17,6 +17,7 @@ import pytest
 import jaxspec
 from jaxspec import FieldError, Pair, Programs, Sampler
 from jaxspec import state as states
+from jaxspec.commands import startup
 from jaxspec.jax_settings import JaxSettingsError
 from jaxspec.rollout.arguments import _seeds
 from jaxspec.rollout.rollout import row_keys
@@ -94,3 +95,25 @@ def test_keys_do_not_depend_on_the_default_kind(pair: Pair):
                 with pytest.raises(FieldError, match="impl='threefry2x32'"):
                     _seeds(jax.random.key(3), 2, "")
     jax.tree.map(np.testing.assert_array_equal, *made)
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [
+        ({}, "0.92"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, None),  # its new name: JAX refuses both together
+    ],
+)
+def test_commands_take_more_of_a_gpu_than_jax_does_by_itself(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], share: str | None
+):
+    old = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    for name in (old, "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(jax, "devices", lambda: seen.append(os.environ.get(old)))
+    startup.start_devices()
+    assert seen == [share]

@@ -32,7 +32,9 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
     least, left = min_bytes(engine.runtime), None
     if limit is not None:
         sizes = engine.spec, engine.batch_size, engine.cache_length, mesh
-        left = limit - memory.footprint(*sizes, read_ahead=engine.read_ahead).total
+        tokens = engine.runtime.shapes.most_tokens(engine.cache_length)
+        taken = memory.footprint(*sizes, read_ahead=engine.read_ahead, pass_tokens=tokens)
+        left = limit - taken.total
     if gib is None:
         assert left is not None
         nbytes = min(left // 8, GIB) if on_cpu(mesh) else left // 2

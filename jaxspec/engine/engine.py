@@ -52,7 +52,7 @@ from jaxspec.options import (
     at_least,
 )
 from jaxspec.runtime import memory
-from jaxspec.runtime.prefill import bucket, default_read_ahead, slots_on
+from jaxspec.runtime.prefill import Shapes, bucket, slots_on
 from jaxspec.runtime.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
@@ -157,17 +157,17 @@ class Engine:
         )
         check_min_cache_length(spec, cache_length)
         sizes = spec, slots, cache_length, mesh
+        shapes = Shapes.of(
+            spec.target, slots, mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
+        )
+        beside = dict(prefix_bytes=prefix_bytes, pass_tokens=shapes.most_tokens(cache_length))
         if read_ahead is None:
-            read_ahead = default_read_ahead(slots, mesh)
-            while read_ahead and not memory.fits(
-                *sizes, read_ahead=read_ahead, prefix_bytes=prefix_bytes
-            ):
-                read_ahead //= 2
+            read_ahead = memory.plan_read_ahead(*sizes, **beside)
         elif read_ahead and mesh.shape["data"] > 1:
             raise FieldError(
                 "read_ahead", "needs a mesh whose data axis has one device; leave it out"
             )
-        memory.check_fits(*sizes, read_ahead=read_ahead, prefix_bytes=prefix_bytes)
+        memory.check_fits(*sizes, read_ahead=read_ahead, **beside)
         self.runtime = Runtime(
             spec,
             *weights,

@@ -20,6 +20,7 @@ from jaxspec.jax_settings import check_jax_settings
 from jaxspec.rollout import refill, rollout
 from jaxspec.rollout.batch import GenerateResult
 from jaxspec.rollout.rollout import RolloutInputs, RolloutPlan
+from jaxspec.runtime import memory
 from jaxspec.runtime.programs import options_of_loops
 from jaxspec.shapes import Array, Params
 from jaxspec.state import DecodeState
@@ -134,7 +135,9 @@ class RolloutPrograms:
             )
             with on(mesh):
                 shapes = jax.tree.map(shape_of, (*weights, *inputs))
-                self.compiled[key] = bound.lower(*shapes).compile()
+                program = bound.lower(*shapes).compile()
+            memory.check_compiled(program, mesh)
+            self.compiled[key] = program
         return self.compiled[key]
 
 

@@ -1,22 +1,27 @@
 """Compute how much device memory a run needs, and refuse a run that cannot fit.
 
-The numbers come from configs alone, before anything is allocated. They count weights, caches, the
-logits of a step and stored prefixes, for the shards that one device holds. They do not count
-activations. A run that is not refused here may still run out of memory by a little.
+The numbers of `footprint` come from configs alone, before anything is allocated. They count weights,
+caches, the logits of a step, activations of a pass over prompts and stored prefixes, for the shards
+that one device holds. Activations are an estimate. `check_compiled` has the exact number, once a
+program is compiled.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxspec import state as states
 from jaxspec.cache import RING_MULTIPLE
+from jaxspec.runtime.prefill import default_read_ahead
 from jaxspec.state import DecodeSpec
 from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.memory import (
@@ -27,6 +32,7 @@ from jaxspec.weights.memory import (
     way_out,
     weight_bytes,
 )
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import state_shardings
 
 LOGITS_HELD = 3
@@ -43,10 +49,11 @@ class Footprint:
     caches: int  # of target and drafter
     logits: int  # float32, of all tokens that a step verifies, as often as a step holds them
     prefixes: int = 0
+    activations: int = 0  # of a pass over prompts, beyond the memory of logits: no step runs then
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.logits + self.prefixes
+        return sum(dataclasses.astuple(self))
 
     def __str__(self) -> str:
         """Return the total and its parts in GiB."""
@@ -63,6 +70,7 @@ def footprint(
     *,
     read_ahead: int = 0,
     prefix_bytes: int = 0,
+    pass_tokens: int = 0,
 ) -> Footprint:
     """Return the memory that decoding needs on each device.
 
@@ -70,6 +78,7 @@ def footprint(
       cache_length: how many positions each cache has room for.
       read_ahead: rows beside these, which have caches and take no part in steps.
       prefix_bytes: of each device, for stored prefixes.
+      pass_tokens: of the largest pass over prompts.
     """
     models = [spec.target] if spec.drafter is None else [spec.target, spec.drafter]
     state = jax.eval_shape(
@@ -87,22 +96,54 @@ def footprint(
         jax.tree.leaves(caches), jax.tree.leaves(state_shardings(caches, mesh)), strict=True
     )
     logits = LOGITS_HELD * 4 * rows * spec.step_tokens * spec.target.config.vocab_size
+    activations = pass_tokens * max(map(bytes_a_token, models))
     return Footprint(
         sum(weight_bytes(model, mesh) for model in models),
         shard_bytes(shards),
         logits // mesh.size,
         prefix_bytes,
+        max(0, activations - logits) // mesh.size,
     )
 
 
-def fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh, **beside: int) -> bool:
-    """Return whether decoding a batch fits into the devices, as far as that is known.
+@functools.cache
+def bytes_a_token(model_def: ModelDef) -> int:
+    """Return an estimate of the bytes of activations for a token of a pass.
+
+    They are the results of all products of the widest layer, in float32.
+    """
+    config, declared = model_def.config, model_def.declared()
+    widths: dict[str, float] = collections.defaultdict(float)
+    for name, weight in model_def.abstract_params().items():
+        about = declared[name]
+        if not about.contracting_axes or about.table or about.lookup:
+            continue
+        width = weight.size / math.prod(weight.shape[i] for i in about.contracting_axes)
+        if "experts" in about.axes:
+            width *= config.num_experts_per_token / config.num_experts
+        widths[name.rpartition("layers.")[2].partition(".")[0]] += width
+    return 4 * round(max(widths.values(), default=0))
+
+
+SPARE = 1 / 16
+"""Share of a device that optional caches leave free. Compiled programs need more than `footprint` counts."""
+
+
+def plan_read_ahead(
+    spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh, **beside: int
+) -> int:
+    """Return the rows to read ahead of free slots: the default number, or fewer if memory is short.
 
     Args:
       beside: as in `footprint`.
     """
-    limit = weight_memory.bytes_limit(mesh)
-    return limit is None or footprint(spec, rows, cache_length, mesh, **beside).total <= limit
+    read_ahead, limit = default_read_ahead(rows, mesh), weight_memory.bytes_limit(mesh)
+    while read_ahead and limit is not None:
+        need = footprint(spec, rows, cache_length, mesh, read_ahead=read_ahead, **beside)
+        if need.total <= (1 - SPARE) * limit:
+            break
+        read_ahead //= 2
+    return read_ahead
 
 
 def check_fits(
@@ -113,11 +154,12 @@ def check_fits(
     *,
     read_ahead: int = 0,
     prefix_bytes: int = 0,
+    pass_tokens: int = 0,
 ) -> None:
     """Raise an error if decoding a batch needs more memory than a device has.
 
     Args:
-      read_ahead, prefix_bytes: as in `footprint`.
+      read_ahead, prefix_bytes, pass_tokens: as in `footprint`.
 
     Raises:
       DeviceMemoryError: the batch does not fit. The message has the most rows, the longest caches,
@@ -126,14 +168,14 @@ def check_fits(
     limit = weight_memory.bytes_limit(mesh)
     if limit is None:
         return
-    beside = dict(read_ahead=read_ahead, prefix_bytes=prefix_bytes)
+    beside = dict(read_ahead=read_ahead, prefix_bytes=prefix_bytes, pass_tokens=pass_tokens)
     need = footprint(spec, rows, cache_length, mesh, **beside)
     if need.total <= limit:
         return
     data = mesh.shape["data"]
 
     def fit(rows: int = rows, length: int = cache_length, ahead: int = read_ahead) -> bool:
-        of = footprint(spec, rows, length, mesh, read_ahead=ahead, prefix_bytes=prefix_bytes)
+        of = footprint(spec, rows, length, mesh, **{**beside, "read_ahead": ahead})
         return of.total <= limit
 
     ways = []
@@ -154,6 +196,24 @@ def check_fits(
         f"{format_gib(limit)} GiB: "
         f"{' or '.join(ways) or 'not one row fits; ' + way_out(spec.target.dtype, mesh)}"
     )
+
+
+def check_compiled(program: Any, mesh: Mesh) -> None:
+    """Raise an error if a compiled program needs more memory beside its arguments than devices have left.
+
+    Raises:
+      DeviceMemoryError: with the temporary memory of the program, which only the compiler knows.
+    """
+    free, sizes = weight_memory.bytes_free(mesh), program.memory_analysis()
+    if free is None or sizes is None:
+        return
+    results = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+    if (needed := sizes.temp_size_in_bytes + results) > free:
+        raise DeviceMemoryError(
+            f"a compiled program needs {format_gib(needed)} GiB beside its arguments, and "
+            f"{describe_device(mesh)} has {format_gib(free)} GiB left: take fewer rows, shorter "
+            "caches, a smaller max_prefill_tokens, or read_ahead=0"
+        )
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:

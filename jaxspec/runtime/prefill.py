@@ -248,6 +248,10 @@ class Shapes:
         rows = (self.small_rows, self.full_rows)
         return sorted({(of(width), width) for width in self.widths for of in rows})
 
+    def most_tokens(self, cache_length: int) -> int:
+        """Return the tokens of the largest pass over prompts of at most so many tokens."""
+        return max(rows * min(width, cache_length) for rows, width in self.all())
+
     @functools.cached_property
     def widths(self) -> list[int]:
         """The widths of all passes."""

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxspec import state as states
 from jaxspec.jax_settings import check_jax_settings
 from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
+from jaxspec.runtime import memory
 from jaxspec.runtime.step_output import OutputSizes, PackedOutput, pack
 from jaxspec.state import DecodeSpec, DecodeState
 
@@ -113,12 +114,16 @@ class Programs:
                     bound, args, donate, mesh, has_output=sizes is not None, loops=loops
                 ).compile
                 if compiler is None:
-                    self.compiled[key] = compiling()
-                    return self.compiled[key]
+                    program = compiling()
+                    memory.check_compiled(program, mesh)
+                    self.compiled[key] = program
+                    return program
                 self.pending[key] = compiler.submit(compiling)
             if compiler is not None:
                 return self.pending[key]
-            self.compiled[key] = self.pending.pop(key).result()
+            program = self.pending.pop(key).result()
+            memory.check_compiled(program, mesh)
+            self.compiled[key] = program
         return self.compiled[key]
 
 

@@ -41,6 +41,15 @@ def bytes_limit(mesh: Mesh) -> int | None:
     return (available.nbytes + held) // max(1, len(mesh.local_devices))
 
 
+def bytes_free(mesh: Mesh) -> int | None:
+    """Return the bytes that each device has left now. None: not known."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    if any("bytes_limit" in of for of in stats):
+        return min(of["bytes_limit"] - of["bytes_in_use"] for of in stats if "bytes_limit" in of)
+    available = _available_memory(mesh)
+    return None if available is None else available.nbytes // max(1, len(mesh.local_devices))
+
+
 def weight_bytes(model_def: ModelDef, mesh: Mesh) -> int:
     """Return the size of a model's weights on each device, in bytes."""
     arrays = jax.tree.leaves(model_def.abstract_params())

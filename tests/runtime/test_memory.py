@@ -17,11 +17,12 @@ import jaxspec
 from checkpoints_convert import hf_io
 from jaxspec.commands.bench import trace
 from jaxspec.commands.cli import app
-from jaxspec.engine import engine as engines
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
 from jaxspec.options import Drafting
 from jaxspec.registry import presets
 from jaxspec.runtime import memory
+from jaxspec.runtime.prefill import Shapes
 from jaxspec.runtime.runtime import Runtime, cache_bucket, make_spec
 from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.conversion import convert, to_hf
@@ -206,11 +207,14 @@ def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.Monke
     target, model_def = case("31b").target, case("31b").target.model_def
     sizes = make_spec(target, None), 4, 1024, make_mesh(devices=jax.devices()[:1])
     store = dict(read_ahead=4, prefix_bytes=1 << 24)
-    needed = memory.footprint(*sizes, **store)
+    shapes = Shapes.of(model_def, 4, sizes[-1], invariant=False)
+    needed = memory.footprint(*sizes, **store, pass_tokens=shapes.most_tokens(1024))
     four, eight = (memory.footprint(*sizes, read_ahead=n).caches for n in (0, 4))
     assert eight == 2 * four
     assert needed.logits == 3 * 4 * 4 * model_def.config.vocab_size  # rows read ahead take no steps
-    assert needed.total == needed.weights + eight + needed.logits + (1 << 24)
+    pass_bytes = shapes.most_tokens(1024) * memory.bytes_a_token(model_def)
+    assert needed.activations == pass_bytes - needed.logits > 0  # no step runs beside a pass
+    assert needed.total == needed.weights + eight + pass_bytes + (1 << 24)
 
     def made(**options: int | None) -> Engine:
         return Engine(target, None, batch_size=4, cache_length=1024, **options)  # pyright: ignore[reportArgumentType]
@@ -225,7 +229,7 @@ def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.Monke
     said = str(refused.value)
     assert said.startswith("4 rows, and 4 that are read ahead, with caches of 1024 positions need")
     assert "GiB a device (" in said
-    assert "0.0 prefixes)" in said
+    assert "0.0 prefixes" in said
     assert "3 rows of this length fit" in said
     assert "4 rows of 960 positions fit" in said
     assert "read_ahead=3 fits" in said
@@ -233,8 +237,34 @@ def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.Monke
     for fits in (dict(store, read_ahead=3), dict(store, prefix_bytes=(1 << 24) - 1)):
         made(**fits)
     # Nobody asked for a number of rows read ahead: as many as there is room for.
-    monkeypatch.setattr(engines, "default_read_ahead", lambda *_: 4)
-    assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead == 2
+    monkeypatch.setattr(memory, "default_read_ahead", lambda *_: 4)
+    # They leave a sixteenth of a device: programs need more than can be known before they are compiled.
+    has(monkeypatch, needed.total)
+    assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead < 4
+    has(monkeypatch, -(-needed.total * 16 // 15))
+    assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead == 4
+
+
+def test_a_compiled_program_that_does_not_fit_is_refused_with_its_own_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Temporary memory was not counted, and the run ended in RESOURCE_EXHAUSTED after compiling."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = jax.jit(lambda x: jnp.sort(x @ x.T).sum()).lower(jnp.ones((512, 2))).compile()
+    sizes = program.memory_analysis()
+    needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+    assert needed > 512 * 512 * 4
+    has(monkeypatch, needed)
+    memory.check_compiled(program, mesh)
+    has(monkeypatch, needed - 1)
+    with pytest.raises(
+        memory.DeviceMemoryError, match="GiB beside its arguments, and this machine"
+    ):
+        memory.check_compiled(program, mesh)
+    engine = Engine(case("31b").target, None, batch_size=2, cache_length=64)
+    monkeypatch.setattr(weight_memory, "bytes_free", lambda mesh: 10)
+    with pytest.raises(memory.DeviceMemoryError, match="a compiled program needs"):
+        list(engine.run([Request((2, 5), 2)]))
 
 
 def sparse(directory: Path, size: str) -> Path:
