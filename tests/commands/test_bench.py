@@ -575,7 +575,7 @@ def test_a_run_larger_than_the_device_is_refused_before_its_weights(
         make_pair(plain, Drafting(), "e4b", rows=8, positions=100)
     with pytest.raises(memory.DeviceMemoryError, match="the weights need 0"):
         jaxspec.load(drafter="none", dtype="float32")
-    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: 14 << 20)
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: 18 << 20)
     alone = jaxspec.load(drafter="none", dtype="float32")
     with pytest.raises(memory.DeviceMemoryError, match=r"8 rows .*: \d rows of this length fit"):
         jaxspec.generate(alone, [[2, 5]], max_new_tokens=500, batch_size=8)
