@@ -101,11 +101,25 @@ def recognise(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, S
             raise CheckpointError(f"{name}: {why}")
     for part in WEIGHTS:
         if part in parts:
+            if foreign := sorted(set(parts) - _BELONG.get(part, {part})):
+                raise CheckpointError(
+                    f"{name}: {', '.join(foreign)} beside {part} do not belong to it; one of them is of another build"
+                )
             return _RECOGNISE[part](name, parts, configured)
     raise CheckpointError(
         f"{name}: its codes are missing, there are only {', '.join(sorted(parts))}"
     )
 
+
+_BELONG = {
+    "weight": {"weight", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_shape"},
+    "weight_packed": {
+        *("weight_packed", "weight_scale", "weight_global_scale", "weight_shape"),
+        "weight_zero_point",
+    },
+    "qweight": {"qweight", "scales", "qzeros", "g_idx"},
+}
+"""The tensors that may lie beside the codes of each layout."""
 
 _ACT_ORDER = (
     "its groups are ordered by activation (act-order, desc_act), which is not read: take a build "
@@ -146,6 +160,8 @@ def _recognise_weight(name: str, parts: Parts, configured: Spec | None) -> tuple
         raise CheckpointError(f"{name}: is {weight.dtype}, and has {', '.join(extra)} beside it")
     kind = "fp8" if weight.dtype == "F8_E4M3" else "int8"
     inverse = "weight_scale_inv" in parts
+    if inverse and "weight_scale" in parts:
+        raise CheckpointError(f"{name}: has weight_scale and weight_scale_inv, which are one thing")
     scale = _needed(name, parts, "weight_scale_inv" if inverse else "weight_scale")
     _of_dtype(name, scale, "scales", ("F32", "BF16", "F16"))
     fits = [per for per, shapes in _scale_shapes(weight.shape).items() if scale.shape in shapes]
@@ -173,12 +189,16 @@ def _scale_shapes(shape: Shape) -> dict[str, set[Shape]]:
 
 def _read_weight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     if spec.kind == "nvfp4":
-        return _read_nvfp4(get("weight"), get("weight_scale"), get("weight_scale_2"))
+        return _read_nvfp4(name, get("weight"), get("weight_scale"), get("weight_scale_2"))
     codes = get("weight")
     scales = get("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale")
     if spec.per == "block":
         rows = np.repeat(scales, BLOCK, axis=-2)[..., : shape[-2], :]
         return Blocks(codes, rows)
+    return _per_channel(spec, shape, codes, scales)
+
+
+def _per_channel(spec: Spec, shape: Shape, codes: np.ndarray, scales: np.ndarray) -> PerChannel:
     scales = scales.astype(np.float32)
     if spec.per == "channel":
         scales = scales.reshape(shape[:-1])
@@ -187,7 +207,7 @@ def _read_weight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -
     return PerChannel(codes, scales)
 
 
-# --- weight_packed: compressed-tensors' 4 bits ---------------------------------------------------
+# --- weight_packed: compressed-tensors' 4 bits, and 8 -------------------------------------------------
 
 
 def _recognise_packed(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, Shape]:
@@ -201,9 +221,11 @@ def _recognise_packed(name: str, parts: Parts, configured: Spec | None) -> tuple
             return spec, shape
         return _nvfp4(name, parts, (*rows, 2 * words), "weight_global_scale")
     _of_dtype(name, packed, "codes", ("I32",))
-    shape = (*rows, 8 * words)
     scale = _needed(name, parts, "weight_scale")
     _of_dtype(name, scale, "scales", ("F32", "BF16", "F16"))
+    if configured is not None and configured.kind == "int8":
+        return _packed_int8(name, parts, (*rows, 4 * words), scale.shape, configured)
+    shape = (*rows, 8 * words)
     symmetric = "weight_zero_point" not in parts
     spec = _int4(name, shape, scale.shape, scale.dtype, configured, symmetric)
     if not symmetric:
@@ -217,11 +239,27 @@ def _recognise_packed(name: str, parts: Parts, configured: Spec | None) -> tuple
     return spec, shape
 
 
+def _packed_int8(
+    name: str, parts: Parts, shape: Shape, scales: Shape, configured: Spec
+) -> tuple[Spec, Shape]:
+    """Return the format of four 8-bit integers a word. Shapes alone would allow 4 bits as well."""
+    if "weight_zero_point" in parts:
+        raise CheckpointError(f"{name}: has zero points of 8 bits, which are not read")
+    if configured.per == "group":
+        _groups(name, shape, scales, configured.group)
+    elif scales not in _scale_shapes(shape)[configured.per]:
+        raise CheckpointError(
+            f"{name}: its scales have the shape {list(scales)}, announced is {configured}"
+        )
+    return configured, shape
+
+
 def _read_packed(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     packed, scales = get("weight_packed"), get("weight_scale")
     if spec.kind == "nvfp4":
-        # This dialect stores what to divide by.
-        return _read_nvfp4(packed, scales, np.float32(1) / get("weight_global_scale"))
+        with np.errstate(all="ignore"):  # this dialect stores what to divide by
+            factor = np.float32(1) / get("weight_global_scale")
+        return _read_nvfp4(name, packed, scales, factor)
     if spec.kind == "mxfp4":
         return GroupedFloat4(packed, scales.view(np.uint8))
     if "weight_shape" in parts:
@@ -230,6 +268,11 @@ def _read_packed(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -
             raise CheckpointError(
                 f"{name}: its weight_shape is {list(stored)}, its codes have {list(shape[-2:])}"
             )
+    if spec.kind == "int8":  # stored is code + 128
+        codes = (np.ascontiguousarray(packed).view(np.uint8) ^ np.uint8(128)).view(np.int8)
+        if spec.per == "group":
+            return Blocks(codes, scales, spec.group)
+        return _per_channel(spec, shape, codes, scales)
     zeros = None
     if not spec.symmetric:
         turned = get("weight_zero_point").swapaxes(-1, -2)  # packed along outputs
@@ -249,8 +292,15 @@ def _nvfp4(name: str, parts: Parts, shape: Shape, factor: str) -> tuple[Spec, Sh
     return Spec("nvfp4", "group", 16), shape
 
 
-def _read_nvfp4(codes: np.ndarray, scales: np.ndarray, factor: np.ndarray) -> GroupedFloat4:
+def _read_nvfp4(
+    name: str, codes: np.ndarray, scales: np.ndarray, factor: np.ndarray
+) -> GroupedFloat4:
     """Return NVFP4 with the factor of each matrix repeated for its rows. It multiplies."""
+    if not (np.isfinite(factor) & (factor > 0)).all():
+        raise CheckpointError(
+            f"{name}: its global scale multiplies by {factor.reshape(-1)[:4].tolist()}; expected positive "
+            "numbers. Get the file again"
+        )
     rows = codes.shape[:-1]
     factor = np.broadcast_to(factor.astype(np.float32).reshape(*rows[:-1], 1), rows)
     return GroupedFloat4(codes, scales, factor)

@@ -10,8 +10,9 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from re import _parser  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
 from checkpoints_convert.errors import CheckpointError, listed
@@ -210,7 +211,7 @@ def _compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
             _refuse(title, f"has a group {_short(name)} that is no object")
         args = _object(group, "weights")
         if args:
-            groups.append((_words(group, "targets"), _ct_spec(title, args)))
+            groups.append((_patterns(group, "targets"), _ct_spec(title, args)))
     if not groups:
         _refuse(title, "announces no groups of weights")
     return QuantizationConfig(title, tuple(groups), _patterns(values, "ignore"), "ct")
@@ -236,6 +237,8 @@ def _ct_spec(title: str, args: Mapping[str, Any]) -> Spec:
         return Spec("fp8", strategy)
     if (bits, kind) == (8, "int") and strategy in ("tensor", "channel") and symmetric:
         return Spec("int8", strategy)
+    if (bits, kind, strategy) == (8, "int", "group") and symmetric:
+        return Spec("int8", "group", group or 0)
     if (bits, kind) == (4, "int") and strategy in ("group", "channel"):
         return Spec("int4", strategy, (group or 0) if strategy == "group" else 0, symmetric)
     if (bits, kind, strategy, group) == (4, "float", "tensor_group", 16):
@@ -363,16 +366,59 @@ def _words(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _patterns(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return patterns of modules. Those that are regular expressions can be compiled."""
+    """Return patterns of modules. Those that are regular expressions match within milliseconds."""
     patterns = _words(values, key)
     for pattern in patterns:
+        if not pattern.startswith("re:"):
+            continue
         try:
-            re.compile(pattern[3:] if pattern.startswith("re:") else "")
-        except re.error as error:
+            repeats = _repeats(_parser.parse(pattern[3:]))
+            re.compile(pattern[3:])
+        except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"quantization_config: {key} has {_short(pattern)}, no regular expression ({error})"
             ) from None
+        if repeats > _MOST_REPEATS:
+            raise CheckpointError(
+                f"quantization_config: {key} has {_short(pattern)}, with repeats in repeats or too many of them: "
+                "to match a name may take for ever. Write it with fewer"
+            )
     return patterns
+
+
+_MOST_REPEATS = 5
+_ENDLESS = 1000
+
+
+def _repeats(items: Any) -> int:
+    """Return how many repeats of a parsed expression can trade characters; `_ENDLESS` for nested ones.
+
+    A name of n letters that does not match costs up to n to the power of that.
+    """
+    count = 0
+    for operation, about in items:
+        word = str(operation)
+        if word in ("MAX_REPEAT", "MIN_REPEAT"):
+            _, high, inner = about
+            inside = _repeats(inner)
+            choices = any(str(op) == "BRANCH" for op, _ in _flat(inner))
+            if high <= 4:
+                count += int(high) * inside
+            else:
+                count += _ENDLESS if inside or choices else 1
+        elif word == "BRANCH":
+            count += max(_repeats(branch) for branch in about[1])
+        elif word in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
+            count += _repeats(about[-1])
+    return count
+
+
+def _flat(items: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a parsed expression, and those of its groups."""
+    for operation, about in items:
+        yield operation, about
+        if str(operation) == "SUBPATTERN":
+            yield from _flat(about[-1])
 
 
 def _short(value: Any) -> str:

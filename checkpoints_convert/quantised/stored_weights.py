@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -108,22 +108,21 @@ class GroupedFloat4:
 
 @dataclass(frozen=True)
 class Blocks:
-    """8-bit floats with one scale for each block of 128 rows and 128 inputs: code * scale.
+    """8-bit codes with one scale for some inputs of a row: code * scale.
 
     Attributes:
-      codes: float8_e4m3fn [*out, in].
-      scales: float32 or bfloat16 [*out, ceil(in / 128)]: those of a block are repeated for each of
-        its rows.
+      codes: float8_e4m3fn or int8 [*out, in].
+      scales: [*out, ceil(in / group)]. Those of a block of 128 x 128 are repeated for each row.
+      group: the number of inputs that share a scale.
     """
 
     codes: np.ndarray
     scales: np.ndarray
-
-    group: ClassVar[int] = BLOCK
+    group: int = BLOCK
 
     def dequantise(self) -> np.ndarray:
         """Return the numbers, float32 [*out, in]."""
-        scales = _spread(self.scales, BLOCK)[..., : self.codes.shape[-1]]
+        scales = _spread(self.scales, self.group)[..., : self.codes.shape[-1]]
         return self.codes.astype(np.float32) * scales
 
 
@@ -220,10 +219,12 @@ def as_pairs(codes: np.ndarray) -> np.ndarray:
 
 def power_of_two(scales: np.ndarray) -> np.ndarray:
     """Return scales as float32. uint8 stands for powers of two, from 2^-127 on."""
-    if scales.dtype != np.uint8:
-        return scales.astype(np.float32)
-    # e8m0 has the value of 255 for NaN, and the cast knows that.
-    return scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    return as_floats(scales).astype(np.float32)
+
+
+def as_floats(scales: np.ndarray) -> np.ndarray:
+    """Return scales as floats of their bits. For powers of two 255 stands for NaN."""
+    return scales.view(ml_dtypes.float8_e8m0fnu) if scales.dtype == np.uint8 else scales
 
 
 def _spread(scales: np.ndarray, group: int) -> np.ndarray:

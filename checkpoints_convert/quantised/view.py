@@ -112,6 +112,7 @@ class View:
                     target[rows] = array
                 else:
                     target[rows] = stored_weights.numbers(self._read(matrix, see), wanted)
+                    see(matrix.name, target[rows])
                 start += matrix.shape[0]
         return out
 
@@ -135,7 +136,12 @@ class View:
             see(matrix.parts[part], array)
             return array
 
-        return layouts.read(matrix.name, matrix.spec, matrix.shape, tensors, get)
+        stored = layouts.read(matrix.name, matrix.spec, matrix.shape, tensors, get)
+        if (
+            scales := getattr(stored, "scales", None)
+        ) is not None:  # also those inside of blocks of bytes
+            see(f"{matrix.name}, its scales", stored_weights.as_floats(scales))
+        return stored
 
 
 def open_view(

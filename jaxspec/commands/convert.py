@@ -34,7 +34,11 @@ class ConvertOptions:
     """The direction and source of a conversion."""
 
     to_hf: bool = option(False, "The other way: write a directory of ours as Hugging Face files.")
-    dtype: Dtype | None = option(None, "Cast all parameters. Default: as in SRC.", instead=INSTEAD)
+    dtype: Dtype | None = option(
+        None,
+        "Cast all parameters. Default: as in SRC, and bfloat16 for codes that become numbers (GGUF's Q8_0).",
+        instead=INSTEAD,
+    )
     quantize: Quantized | None = option(
         None, f"Quantise linears and experts. {QUANTIZE}", metavar="FORMAT"
     )

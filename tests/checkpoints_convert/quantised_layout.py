@@ -130,6 +130,22 @@ def pack_quantized(group: int, symmetric: bool, dtype: np.dtype = BF16) -> Write
     return write
 
 
+def pack_int8(group: int | None) -> Writer:
+    """8 bits of compressed-tensors in words (w8a16): a scale a channel, or for each group."""
+
+    def write(w: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        groups = w.reshape(len(w), -1, group or w.shape[1])
+        scale = (np.abs(groups).max(-1) / 127).astype(BF16)
+        wide = scale.astype(np.float32)[..., None]
+        codes = np.clip(np.round(groups / wide), -128, 127).astype(np.int16)
+        words = (codes + 128).astype(np.uint8).reshape(w.shape).view(np.int32)
+        shape = np.asarray(w.shape, np.int64)
+        tensors = {"weight_packed": words, "weight_scale": scale, "weight_shape": shape}
+        return tensors, (codes * wide).reshape(w.shape).astype(np.float32)
+
+    return write
+
+
 def awq(w: np.ndarray) -> tuple[Tensors, np.ndarray]:
     """AWQ, groups of 32 with zero points; eight outputs a word, in its own order."""
     codes, scale, zeros, numbers = _quantise_int4(w, 32, False, np.dtype(np.float16))

@@ -76,6 +76,9 @@ FORMATS: dict[str, tuple[layout.Writer, Any]] = {
     "nvfp4 modelopt": (layout.nvfp4("modelopt"), MODELOPT),
     "mxfp4": (layout.mxfp4, ct({**OF_NVFP4, "strategy": "group", "group_size": 32})),
 }
+W8 = {**OF_FP8, "type": "int"}
+FORMATS["int8 packed"] = (layout.pack_int8(None), ct(W8))
+PACKED_GROUPS = layout.pack_int8(32), ct({**W8, "strategy": "group", "group_size": 32})
 LOADED = ("fp8 channel", "int4 g32 zeros", "nvfp4 ct", "mxfp4")
 """One of each kind of arrays is loaded too, which compiles."""
 BLOCKS: dict[str, tuple[layout.Writer, Any]] = {
@@ -274,6 +277,26 @@ def test_gguf_files_are_read_beside_a_config(name, tmp_path):
     check_numbers(model, numbers)
 
 
+def test_weights_of_8_bits_in_words_are_read_in_groups(tmp_path):
+    """It was refused: with codes of a wrong shape, as if they had 4 bits."""
+    numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", *PACKED_GROUPS)
+    opened = open_hf_source(tmp_path / "hf")
+    check_read(opened, numbers)
+    assert not opened.model_def("float32").formats  # no model multiplies by such groups
+
+
+@pytest.mark.parametrize("form", ["q8_0", "q4_0"])
+def test_blocks_of_gguf_whose_scale_is_no_number_are_refused(form, tmp_path):
+    layout.write_gguf(tmp_path / "hf", "26b-a4b")
+    opened = open_hf_source(tmp_path / "hf")
+    tensor = next(t for n, t in opened.checkpoint.tensors.items() if n.endswith(form))
+    with tensor.file.open("r+b") as file:
+        file.seek(tensor.offset)
+        file.write(np.asarray(np.nan, np.float16).tobytes())
+    with pytest.raises(CheckpointError, match="weights that are not finite"):
+        load(tmp_path / "hf")
+
+
 def test_gguf_files_of_others_and_damaged_ones_are_refused(tmp_path):
     layout.write_gguf(tmp_path / "llama", "26b-a4b", family="llama")
     with pytest.raises(CheckpointError, match="a model of 'llama'; only gemma4"):
@@ -420,6 +443,7 @@ def _plain(tensors: layout.Tensors) -> None:
     tensors[f"{GATE}.weight"] = np.zeros(shape, layout.BF16)
 
 
+NVFP4_GLOBAL = f"{GATE}.weight_global_scale"
 WRONG: dict[str, tuple[str, Any, str]] = {
     "no scales": ("fp8 channel", _without(f"{GATE}.weight_scale"), "weight_scale is missing"),
     "no global scale": (
@@ -477,6 +501,38 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         "nvfp4 ct",
         _changed(f"{GATE}.weight_scale", lambda x: np.full_like(x, np.nan)),
         "not finite.*\n.*gate_proj.weight_scale",
+    ),
+    "a global scale of 0 that divides": (
+        "nvfp4 ct",
+        _changed(NVFP4_GLOBAL, np.zeros_like),
+        r"gate_proj.weight: its global scale multiplies by \[inf\]; expected positive",
+    ),
+    "a global scale so small that its inverse is infinite": (
+        "nvfp4 ct",
+        _changed(NVFP4_GLOBAL, lambda x: np.full_like(x, 1e-45)),
+        r"multiplies by \[inf\]",
+    ),
+    "a global scale of 0 that multiplies": (
+        "nvfp4 modelopt",
+        _changed(f"{GATE}.weight_scale_2", np.zeros_like),
+        r"multiplies by \[0\.0\]",
+    ),
+    "a power of two that is NaN": (
+        "mxfp4",
+        _changed(f"{GATE}.weight_scale", lambda x: np.full_like(x, 255)),
+        "not finite.*\n.*gate_proj.weight, its scales: 192 of 192 values",
+    ),
+    "two names of the scales": (
+        "fp8 channel",
+        lambda tensors: tensors.update(
+            {f"{GATE}.weight_scale_inv": tensors[f"{GATE}.weight_scale"]}
+        ),
+        "has weight_scale and weight_scale_inv, which are one thing",
+    ),
+    "codes of two builds": (
+        "int4 g32",
+        lambda tensors: tensors.update({f"{GATE}.weight": np.zeros((96, 64), layout.E4M3)}),
+        "weight beside weight_packed do not belong to it",
     ),
     "activations are scaled too": (
         "nvfp4 modelopt",
@@ -562,6 +618,40 @@ def test_what_is_not_read_is_refused_by_name_with_what_works(values, said):
     ):
         with pytest.raises(CheckpointError, match=rf"{said}.*(--quantize int8|no regular)"):
             read_quantization_config(config)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("re:(unclosed", "no regular expression"),
+        (r"re:(a+)+$", "repeats in repeats"),
+        (r"re:.*(ab|\w\w|\w)*x$", "repeats in repeats"),
+        (r"re:(x(.*y){3})*z", "repeats in repeats"),
+        (r"re:.*.*.*.*.*.*z$", "too many of them"),
+    ],
+)
+@pytest.mark.parametrize("key", ["targets", "ignore"])
+def test_expressions_that_do_not_compile_or_backtrack_are_refused(key, pattern, said):
+    """One in targets was a traceback, and one that backtracks held loading up for minutes."""
+    values = ct(OF_FP8)
+    if key == "ignore":
+        values["ignore"] = [pattern]
+    else:
+        values["config_groups"]["group_0"]["targets"] = [pattern]
+    with pytest.raises(CheckpointError, match=rf"{key} has .*{said}"):
+        read_quantization_config({"quantization_config": values})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"re:.*layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj.*",
+        r"re:^model\.(?!vision)(\w+\.){1,3}lm_head$",
+        r"re:.*(q|k|v)_proj$|.*router.*",
+    ],
+)
+def test_expressions_of_real_builds_are_taken(pattern):
+    assert read_quantization_config({"quantization_config": ct(OF_FP8, ignore=[pattern])})
 
 
 RUBBISH: tuple[Any, ...] = (
