@@ -4,7 +4,7 @@
     print(pair.generate("def main():", max_new_tokens=64).text)
 
 Read `Pair`. `engine.Engine` takes requests while others are decoded. `sampler.Sampler` is decoding as a function,
-for programs that train. Inside a jitted program of your own, use the functions of `decode`.
+for programs that train, also inside a jitted function of your own.
 """
 
 from __future__ import annotations
