@@ -81,7 +81,8 @@ def destination(
     kept = (offset < count[:, None]) & (offset >= count[:, None] - size)
     position = start[:, None] + offset
     index = position % size if cache.ring_slack is not None else position
-    return Destination(cache.k, cache.v, jnp.where(kept, index, size), slots)
+    pages = None if slots is None else jnp.broadcast_to(slots[:, None], index.shape)
+    return Destination(cache.k, cache.v, jnp.where(kept, index, size), pages)
 
 
 def write(
@@ -116,7 +117,7 @@ def view(
         newest = length[:, None] - 1
         positions = newest - (newest - slot) % cache.k.shape[2]
         positions = jnp.maximum(positions, -1)
-    return KVSegment(cache.k, cache.v, positions, rows=slots)
+    return KVSegment(cache.k, cache.v, positions, pages=None if slots is None else slots[:, None])
 
 
 def early_destination(

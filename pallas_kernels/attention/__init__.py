@@ -99,17 +99,16 @@ def attention(
       q_positions: positions of the queries.
       segments: keys and values in any order, in the dtype of the queries or a narrower one, which
         is converted as it is read. Slots behind the last key of a segment may hold
-        anything for the kernels, even NaN. The reference needs finite values there. A segment with
-        `rows` holds a cache of any number of rows. Kernels read there what the batch needs, and the
-        reference copies it first.
+        anything for the kernels, even NaN. The reference needs finite values there. Kernels read a
+        segment with `pages` where it is. The reference copies the pages of the batch first.
       scale: factor of the scores.
       window: number of positions that a query sees, its own included; None for all.
       causal: whether queries see no later keys.
       value_scale: factor of the result, where values are stored divided by it.
       implementation: "reference" runs anywhere. "triton" needs 16-bit queries, keys in 16 bits or
         fp8, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9 for fp8 (or `interpret`).
-        "mosaic" needs 16-bit queries, a GPU of compute capability 9.0, a multiple of 8 slots, no
-        `seen_by`, and head dim 512 or 128. At head dim 512 it needs keys in 16 bits or fp8, one
+        "mosaic" needs 16-bit queries, a GPU of compute capability 9.0, a multiple of 8 slots (in
+        several pages: of 64 in each), no `seen_by`, and head dim 512 or 128. At head dim 512 it needs keys in 16 bits or fp8, one
         segment and no window. At head dim 128 it needs 16-bit keys, no `value_scale`, 8, 16, 32 or
         64 query heads per kv head, and at most one further segment, of at most 128 slots. "auto"
         takes Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel
@@ -126,7 +125,7 @@ def attention(
     """
     _check(q, q_positions, segments)
     b, t, k, g, h = q.shape
-    rows, heads, longest = t * g, b * k, max(s.k.shape[2] for s in segments)
+    rows, heads, longest = t * g, b * k, max(s.positions.shape[1] for s in segments)
     kwargs = {"scale": scale, "window": window, "causal": causal}
     scaled = {**kwargs, "value_scale": value_scale}
     narrow = {s.k.dtype for s in segments} != {q.dtype}
@@ -192,12 +191,12 @@ def _worth_it(
     prompts with a kernel that is quicker at them.
     """
     b, t, k, g, h = q.shape
-    score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
+    score_bytes = 4 * b * t * k * g * sum(s.positions.shape[1] for s in segments)
     read_bytes = score_bytes
     for s in segments:
-        # XLA reads and writes the rows of a cache before it reads their copy.
-        times = 1 if s.rows is None else 3
-        read_bytes += times * 2 * b * k * s.k.shape[2] * h * s.k.dtype.itemsize
+        # XLA reads and writes pages before it reads their copy.
+        times = 1 if s.pages is None else 3
+        read_bytes += times * 2 * b * k * s.positions.shape[1] * h * s.k.dtype.itemsize
     is_quicker = (for_prompts or t <= MAX_TOKENS) and read_bytes >= fewest_bytes
     return is_quicker or score_bytes >= MAX_SCORE_BYTES
 
@@ -223,14 +222,17 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
         raise ValueError("there are no keys: pass one segment or more")
     for s in segments:
         size = s.positions.shape[-1]
-        c = b if s.rows is None else s.k.shape[0]
-        if not s.k.shape == s.v.shape == (c, k, size, h) or s.positions.shape != (b, size):
+        c = b if s.pages is None else s.k.shape[0]
+        if s.pages is not None and (s.pages.ndim != 2 or s.pages.shape[0] != b):
+            raise ValueError(f"for queries {q.shape}, pages must be [{b}, N], not {s.pages.shape}")
+        pages = 1 if s.pages is None else s.pages.shape[1]
+        page = size // pages
+        if not s.k.shape == s.v.shape == (c, k, page, h) or s.positions.shape != (b, pages * page):
             raise ValueError(
-                f"for queries {q.shape}, keys and values must be [{c}, {k}, S, {h}] and their "
-                f"positions [{b}, S]; they are {s.k.shape}, {s.v.shape} and {s.positions.shape}"
+                f"for queries {q.shape} and {pages} pages a row, keys and values must be "
+                f"[{c}, {k}, S, {h}] and their positions [{b}, {pages} * S]; they are "
+                f"{s.k.shape}, {s.v.shape} and {s.positions.shape}"
             )
-        if s.rows is not None and s.rows.shape != (b,):
-            raise ValueError(f"for queries {q.shape}, rows must be {(b,)}, not {s.rows.shape}")
         if s.seen_by is not None and s.seen_by.shape != (b, t, size):
             raise ValueError(f"seen_by must be {(b, t, size)}, not {s.seen_by.shape}")
         narrower = s.k.dtype.itemsize < q.dtype.itemsize
@@ -242,7 +244,7 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
 
 
 def _counted_in_32_bits(segments: tuple[KVSegment, ...]) -> tuple[KVSegment, ...]:
-    """Replace each cache that is too large for the Triton kernel by a copy of the rows in use."""
+    """Replace each cache that is too large for the Triton kernel by a copy of the pages in use."""
     return tuple(gathered(s) if s.k.size >= MAX_NUMBERS else s for s in segments)
 
 
@@ -279,6 +281,9 @@ def _why_not_mosaic(
         return "the Mosaic kernel of head dim 128 has no value_scale"
     if keys.shape[2] % 8:
         return f"the Mosaic kernel takes a multiple of 8 slots, not {keys.shape[2]}"
+    pages = segments[0].pages
+    if pages is not None and pages.shape[1] > 1 and keys.shape[2] % 64:
+        return f"the Mosaic kernel takes pages of a multiple of 64 slots, not {keys.shape[2]}"
     if any(s.seen_by is not None for s in segments):
         return "the Mosaic kernel takes segments without seen_by"
     if h == 512 and (more or window is not None):

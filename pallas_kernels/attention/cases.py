@@ -66,25 +66,31 @@ def cached(
     return KVSegment(k, v, jnp.asarray(positions, jnp.int32))
 
 
-def in_rows(
-    segment: KVSegment, rows: Sequence[int], cache_rows: int, *, unread: float = float("nan")
+def in_pages(
+    segment: KVSegment,
+    pages: Sequence[Sequence[int]] | np.ndarray,
+    num_pages: int,
+    *,
+    unread: float = float("nan"),
 ) -> KVSegment:
-    """Return a segment that is spread over some rows of a larger cache.
+    """Return a segment that is spread over some pages of a larger cache.
 
     Args:
       segment: keys and values of as many rows as the batch has.
-      rows: the cache row of each batch row. A row past the end of the cache is dropped, and nobody
-        may see its keys.
-      cache_rows: number of rows of the cache.
-      unread: the value in all other rows.
+      pages: the pages of each row, which divide its slots evenly. Slots of a page past the last are
+        dropped, and nobody may see their keys.
+      num_pages: number of pages of the cache.
+      unread: the value in all other pages.
     """
-    which = jnp.asarray(rows, jnp.int32)
+    which = jnp.asarray(pages, jnp.int32)
 
     def spread(x: Array) -> Array:
-        full = jnp.full((cache_rows, *x.shape[1:]), jnp.asarray(unread, x.dtype))
-        return full.at[which].set(x, mode="drop")
+        b, k, size, h = x.shape
+        cut = x.reshape(b, k, which.shape[1], -1, h).swapaxes(1, 2)
+        full = jnp.full((num_pages, *cut.shape[2:]), jnp.asarray(unread, x.dtype))
+        return full.at[which].set(cut, mode="drop")
 
-    return segment._replace(k=spread(segment.k), v=spread(segment.v), rows=which)
+    return segment._replace(k=spread(segment.k), v=spread(segment.v), pages=which)
 
 
 def queries(

@@ -26,11 +26,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.mosaic_launch import (
     ROWS,
-    cache_row_of,
+    find_keys,
     free_barrier,
     launch,
     lines,
-    with_cache_rows,
+    pages_of,
 )
 from pallas_kernels.attention.reference import KVSegment, gathered
 from pallas_kernels.attention.spans import (
@@ -50,6 +50,7 @@ NOWHERE = 1 << 30  # a position that no key has
 
 def _attend(
     spans_ref,
+    pages_ref,
     seen_ref,
     positions_ref,
     q_ref,
@@ -83,30 +84,42 @@ def _attend(
             token = jnp.minimum(tile * (ROWS // groups) + i, tokens - 1)
             heads = queries.at[pl.ds(i * groups, groups)]
             plgpu.copy_gmem_to_smem(q_ref.at[b, token, head], heads, queries_there)
-        cache_row = cache_row_of(spans_ref, (b, group, 5), sources[0])
 
-        @pl.loop(0, count)
-        def _(i):
+        copies = copies_of_block(pages_ref, sources[0])
+        size = KEYS // copies
+
+        def find(i):
+            pieces = [(first + i) * copies + j for j in range(copies)]
+            return tuple(find_keys(pages_ref, sources[0], b, piece, size) for piece in pieces)
+
+        def load_block(i, places):
+            after = find(i + 1)  # before it waits for space
             for piece in range(2):
                 number = 2 * i + piece
                 ring_slot = lax.rem(number, RING)
                 pl.when(number >= RING)(functools.partial(plgpu.barrier_wait, free.at[ring_slot]))
 
                 def load(ring_slot=ring_slot, piece=piece):
-                    plgpu.copy_gmem_to_smem(
-                        sources[piece].at[cache_row, head, pl.ds((first + i) * KEYS, KEYS)],
-                        ring.at[ring_slot],
-                        there.at[ring_slot],
-                        collective_axes=("tile",) if cluster > 1 else None,
-                    )
+                    for j, (page, number) in enumerate(places):
+                        plgpu.copy_gmem_to_smem(
+                            sources[piece].at[page, head, pl.ds(number * size, size)],
+                            ring.at[ring_slot, pl.ds(j * size, size)],
+                            there.at[ring_slot],
+                            collective_axes=("tile",) if cluster > 1 else None,
+                        )
 
                 def load_fresh(ring_slot=ring_slot, piece=piece):
                     to = ring.at[ring_slot, pl.ds(0, fresh)]
                     plgpu.copy_gmem_to_smem(sources[2 + piece].at[b, head], to, there.at[ring_slot])
+                    for _ in range(copies - 1):
+                        plgpu.barrier_arrive(there.at[ring_slot])
 
                 pl.when(i >= extra)(load)
                 if fresh:
                     pl.when(i < extra)(load_fresh)
+            return after
+
+        lax.fori_loop(0, count, load_block, find(0))
 
         # The other block of the cluster loads into the memory of this block and signals there. Stay
         # until it is done.
@@ -226,10 +239,16 @@ def _attend(
             plgpu.wait_smem_to_gmem(0)
 
 
+def copies_of_block(pages, cache) -> int:
+    """Return by how many copies a block is loaded: one if it is in one page, else one for each half."""
+    return 1 if pages.shape[1] == 1 or cache.shape[2] % KEYS == 0 else 2
+
+
 def _launch(
     q: Float[Array, "B T K G H"],
     seen: Int[Array, "2 B R"],
     spans: Int[Array, "B P _"],
+    pages: Int[Array, "B N"],
     positions: Int[Array, "B S"],
     sources: list[Array],
     *,
@@ -240,13 +259,14 @@ def _launch(
     b, _, k, _, _ = q.shape
     groups, rows = spans.shape[1], seen.shape[2]
     cluster = rows // ROWS // groups
+    copies = copies_of_block(pages, sources[0])
     scratch = (
         plgpu.SMEM((ROWS, HEAD_DIM), q.dtype, transforms=lines(64)),
         plgpu.SMEM((RING, KEYS, HEAD_DIM), q.dtype, transforms=lines(64)),
         plgpu.SMEM((ROWS, HEAD_DIM), jnp.float32, transforms=lines(32)),
         plgpu.SMEM((2, ROWS), jnp.float32),
         plgpu.Barrier(num_arrivals=ROWS // q.shape[3]),
-        plgpu.Barrier(num_barriers=RING),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=RING),
         free_barrier(cluster, num_barriers=RING),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(),
@@ -254,7 +274,7 @@ def _launch(
 
     return launch(
         functools.partial(_attend, fresh=fresh, cluster=cluster, scale=scale),
-        (spans, seen, positions, q, *sources),
+        (spans, pages, seen, positions, q, *sources),
         q,
         grid=(groups, splits, k, b),
         cluster=cluster,
@@ -300,9 +320,8 @@ def attention_mosaic_h128(
     shares, log_weights = _launch(
         q,
         jnp.pad(seen, ((0, 0), (0, 0), (0, fill)), mode="edge"),
-        with_cache_rows(
-            jnp.concatenate([spans, unseen, fresh_spans[:, :, 1:]], axis=2), cached.rows
-        ),
+        jnp.concatenate([spans, unseen, fresh_spans[:, :, 1:]], axis=2),
+        pages_of(cached),
         positions,
         sources,
         fresh=sources[2].shape[2] if own else 0,

@@ -31,11 +31,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.mosaic_launch import (
     ROWS,
-    cache_row_of,
+    find_keys,
     free_barrier,
     launch,
     lines,
-    with_cache_rows,
+    pages_of,
 )
 from pallas_kernels.attention.reference import KVSegment
 from pallas_kernels.attention.spans import UNSEEN, average_shares, position_range, visible_span
@@ -51,12 +51,12 @@ UPCAST = plgpu.Layout.WGMMA_UPCAST_4X  # codes of a thread: eight neighbours
 NOWHERE = 1 << 30  # the position of an empty slot, which no query has reached
 
 
-def _load(keys_and_values, ring, there, free, *, first, count, cluster):
+def _load(keys_and_values, ring, there, free, *, find, count, cluster):
     """Let TMA load keys and values into the ring."""
 
-    @pl.loop(0, count)
-    def _(i):
-        keys = pl.ds((first + i) * KEYS, KEYS)
+    def load(i, place):
+        page, head, number = place
+        after = find(i + 1)  # before it waits for space
         for piece in range(PIECES):
             number = PIECES * i + piece
             ring_slot = lax.rem(number, RING)
@@ -65,11 +65,14 @@ def _load(keys_and_values, ring, there, free, *, first, count, cluster):
             pl.when(number >= RING)(wait)
             columns = pl.ds(piece % 2 * COLUMNS, COLUMNS)
             plgpu.copy_gmem_to_smem(
-                keys_and_values[piece // 2].at[keys, columns],
+                keys_and_values[piece // 2].at[page, head, pl.ds(number * KEYS, KEYS), columns],
                 ring.at[ring_slot],
                 there.at[ring_slot],
                 collective_axes=("tile",) if cluster > 1 else None,
             )
+        return after
+
+    lax.fori_loop(0, count, load, find(0))
 
     # The other block of the cluster loads into the memory of this block and signals there. Stay
     # until it is done.
@@ -79,7 +82,7 @@ def _load(keys_and_values, ring, there, free, *, first, count, cluster):
 
 
 def _convert(
-    keys_and_values, ring, there, free, codes, codes_there, codes_free, *, first, count, cluster
+    keys_and_values, ring, there, free, codes, codes_there, codes_free, *, find, count, cluster
 ):
     """Let TMA load keys and values in fp8, and convert them into the ring.
 
@@ -88,8 +91,9 @@ def _convert(
     """
 
     def fetch(chunk, ref, i):
+        page, head, number = find(i)
         plgpu.copy_gmem_to_smem(
-            ref.at[pl.ds((first + i) * KEYS, KEYS), pl.ds(chunk * CHUNK, CHUNK)],
+            ref.at[page, head, pl.ds(number * KEYS, KEYS), pl.ds(chunk * CHUNK, CHUNK)],
             codes.at[chunk],
             codes_there.at[chunk],
             collective_axes=("tile",) if cluster > 1 else None,
@@ -124,6 +128,7 @@ def _convert(
 
 def _attend(
     spans_ref,
+    pages_ref,
     q_positions_ref,
     positions_ref,
     q_ref,
@@ -162,10 +167,13 @@ def _attend(
             columns = pl.ds(half * COLUMNS, COLUMNS)
             source = q_ref.at[b, head, rows, columns]
             plgpu.copy_gmem_to_smem(source, queries.at[half], queries_there)
-        cache_row = cache_row_of(spans_ref, (b, group, 3), k_ref)
-        keys_and_values = k_ref.at[cache_row, head], v_ref.at[cache_row, head]
-        kwargs = {"first": first + start, "count": count, "cluster": cluster}
-        (_convert if narrow else _load)(keys_and_values, ring, there, free, *narrow, **kwargs)
+
+        def find(i):
+            page, number = find_keys(pages_ref, k_ref, b, first + start + i, KEYS)
+            return page, head, number
+
+        kwargs = {"find": find, "count": count, "cluster": cluster}
+        (_convert if narrow else _load)((k_ref, v_ref), ring, there, free, *narrow, **kwargs)
 
     @pl.when(warpgroup < 2)
     def _compute():
@@ -291,7 +299,7 @@ def _launch(
 
     return launch(
         functools.partial(_attend, cluster=cluster, scale=scale, value_scale=value_scale),
-        (spans, q_positions, segment.positions, q, segment.k, segment.v),
+        (spans, pages_of(segment), q_positions, segment.positions, q, segment.k, segment.v),
         q,
         grid=(groups, splits, k, b),
         cluster=cluster,
@@ -340,7 +348,7 @@ def attention_mosaic_h512(
     shares, log_weights = _launch(
         rows,
         by_row,
-        with_cache_rows(jnp.concatenate([spans, clear], axis=2), segment.rows),
+        jnp.concatenate([spans, clear], axis=2),
         segment._replace(positions=positions),
         splits=splits,
         scale=scale,

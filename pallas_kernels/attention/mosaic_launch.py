@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.reference import KVSegment
 
 ROWS = 64  # rows of a tile, which is what one wgmma multiplies
 
@@ -61,32 +64,30 @@ def launch(
     )(*inputs)
 
 
-def with_cache_rows(
-    spans: Int[Array, "B P X"], rows: Int[Array, " B"] | None
-) -> Int[Array, "B P _"]:
-    """Return what a kernel knows of each group of tiles, and behind it the cache row that it reads.
-
-    Without `rows` the result is `spans`.
-    """
-    if rows is None:
-        return spans
-    column = jnp.broadcast_to(rows[:, None, None], (*spans.shape[:2], 1))
-    return jnp.concatenate([spans, column.astype(spans.dtype)], axis=2)
+def pages_of(segment: KVSegment) -> Int[Array, "B N"]:
+    """Return the pages of each row of a segment."""
+    if segment.pages is None:
+        return jnp.arange(segment.k.shape[0], dtype=jnp.int32)[:, None]
+    return segment.pages
 
 
-def cache_row_of(spans_ref: Any, at: tuple[Any, Any, int], cache_ref: Any) -> Any:
-    """Return in a kernel the cache row that a batch row reads: its own, unless there is another.
+def find_keys(
+    pages_ref: Any, cache_ref: Any, batch_row: Any, piece: Any, size: int
+) -> tuple[Any, Any]:
+    """Return in a kernel the page of a piece of a row's slots, and the number of the piece there.
 
-    A row past the end of the cache becomes the last one. It has no sequence, and so sees no key.
+    A page past the last one becomes the last one. It holds no key that a query sees.
 
     Args:
-      spans_ref: the result of `with_cache_rows`.
-      at: the batch row, the group of tiles, and the column of the cache row.
+      piece: the number of the piece. It may lie behind the row's last page, because keys are looked
+        up one block ahead.
+      size: slots of a piece.
     """
-    batch_row, _, column = at
-    if spans_ref.shape[2] == column:
-        return batch_row
-    return jnp.minimum(spans_ref[at], cache_ref.shape[0] - 1)
+    last, in_page = cache_ref.shape[0] - 1, cache_ref.shape[2] // size
+    if pages_ref.shape[1] == 1:
+        return jnp.minimum(pages_ref[batch_row, 0], last), piece
+    page = jnp.minimum(lax.div(piece, in_page), pages_ref.shape[1] - 1)
+    return jnp.minimum(pages_ref[batch_row, page], last), lax.rem(piece, in_page)
 
 
 def lines(numbers: int) -> tuple[Any, ...]:

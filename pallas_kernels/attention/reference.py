@@ -12,26 +12,38 @@ from pallas_kernels.common.reference_ops import contract
 
 
 class KVSegment(NamedTuple):
-    """Keys and values, and the position of each; -1 marks an empty slot, which no query sees."""
+    """Keys and values in pages, and the position of each key.
 
-    k: Float[Array, "C K S H"]
-    v: Float[Array, "C K S H"]
+    Attributes:
+      k: keys, C pages of as many slots each.
+      v: values.
+      positions: of the S slots of each row; -1 marks an empty slot, which no query sees.
+      seen_by: which queries may see each key; None: all queries that its position allows.
+      pages: the pages of each row. Their slots in this order are the row's slots. None: row b has
+        one page, page b.
+    """
+
+    k: Float[Array, "C K page H"]
+    v: Float[Array, "C K page H"]
     positions: Int[Array, "B S"]
     seen_by: Bool[Array, "B T S"] | None = None
-    """Which queries may see each key; None for all queries that its position allows."""
-    rows: Int[Array, " B"] | None = None
-    """The cache row, of C, of each batch row. None: batch row b reads cache row b."""
+    pages: Int[Array, "B N"] | None = None
 
 
 def gathered(segment: KVSegment) -> KVSegment:
-    """Return a segment with a copy of the cache rows that the batch reads, in the batch's order.
+    """Return a segment with a copy of the pages that the batch reads, one long page for each row.
 
-    A row past the end of the cache becomes the last one, as `jax.numpy` has it and the kernels too.
+    A page past the last one becomes the last one, as `jax.numpy` has it and the kernels too.
     """
-    if segment.rows is None:
+    pages = segment.pages
+    if pages is None:
         return segment
-    k, v = segment.k[segment.rows], segment.v[segment.rows]
-    return segment._replace(k=k, v=v, rows=None)
+
+    def one(x: Array) -> Array:
+        rows = x[pages].swapaxes(1, 2)
+        return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+
+    return segment._replace(k=one(segment.k), v=one(segment.v), pages=None)
 
 
 def reference(

@@ -114,10 +114,10 @@ def _attend(
         jnp.full((tiling.rows,), UNSEEN, jnp.float32),
         jnp.zeros((tiling.rows,), jnp.float32),
     )
-    for i, (k_ref, v_ref, positions_ref, seen_ref, rows_ref) in enumerate(segments):
-        size, cache_row = k_ref.shape[2], b
-        if rows_ref is not None:  # past the end stand rows without a sequence, which see no key
-            cache_row = jnp.minimum(load(rows_ref, b), k_ref.shape[0] - 1)
+    for i, (k_ref, v_ref, positions_ref, seen_ref, pages_ref) in enumerate(segments):
+        size, only_page = positions_ref.shape[1], b
+        if pages_ref is not None and pages_ref.shape[1] == 1:
+            only_page = _page(pages_ref, k_ref, b, 0)
         # The GPU converts fp8 to float16 in one instruction, and to bfloat16 in several. Queries
         # are normed, so they are within its range, and float16 has more bits of them and of
         # weights.
@@ -143,7 +143,9 @@ def _attend(
             v_ref=v_ref,
             positions_ref=positions_ref,
             seen_ref=seen_ref,
-            cache_row=cache_row,
+            pages_ref=pages_ref,
+            only_page=only_page,
+            size=size,
             keys=keys,
             end=end,
             q=rows,
@@ -153,8 +155,13 @@ def _attend(
             if at_once:  # the block is the split; that both are in the index keeps the load in here
                 q = queries(b + (block - split)).astype(q.dtype)
             slot = block * keys + lax.iota(jnp.int32, keys)
-            real = slot < k_ref.shape[2] if at_once else below(slot, k_ref.shape[2])
-            at = (cache_row, head, slot[:, None])
+            real = slot < size if at_once else below(slot, size)
+            page, in_page = only_page, slot
+            if (page_size := k_ref.shape[2]) < size:
+                # One page for the block if the block is in one, else one for each key.
+                number = block * keys if page_size % keys == 0 else slot
+                page, in_page = _page(pages_ref, k_ref, b, number // page_size), slot % page_size
+            at = (page if jnp.ndim(page) == 0 else page[:, None], head, in_page[:, None])
             k = load(k_ref, *at, column, mask=None if real is None else real[:, None])
             # Slots behind the range may hold NaN, which a weight of 0 would not remove.
             v = load(v_ref, *at, made, mask=(slot < end)[:, None])
@@ -190,6 +197,12 @@ def _attend(
         value = row_max + jnp.log2(weight)
         once = (row < tokens * groups) & (part == 0)
         store(log_weight_ref, split, b, token, head, group, value=value, mask=once)
+
+
+def _page(pages_ref, cache_ref, b, number: Array | int) -> Array:
+    """Load pages of a row. One past the last becomes the last: it holds no key that a query sees."""
+    number = jnp.minimum(number, pages_ref.shape[1] - 1)
+    return jnp.minimum(load(pages_ref, b, number), cache_ref.shape[0] - 1)
 
 
 def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):

@@ -125,12 +125,16 @@ def _check(
             f"for {projected.shape}, caches must be [C, {k}, S, {h}]; they are {into.k.shape} and "
             f"{into.v.shape}"
         )
-    rows = into.k.shape[:1] if into.rows is None else into.rows.shape
-    if into.index.shape != (b, t) or rows != (b,):
+    is_one_page_each = into.pages is None and into.k.shape[0] == b
+    if into.index.shape != (b, t) or not (is_one_page_each or _shape(into.pages) == (b, t)):
         raise ValueError(
-            f"for {projected.shape}, index must be {(b, t)} and there must be {b} cache rows; they are "
-            f"{into.index.shape} and {rows}"
+            f"for {projected.shape}, index and pages must be {(b, t)}, or pages are None for {b} pages; "
+            f"they are {into.index.shape} and {_shape(into.pages)}, for {into.k.shape[0]} pages"
         )
+
+
+def _shape(x: Array | None) -> tuple[int, ...] | None:
+    return None if x is None else x.shape
 
 
 def _why_not(

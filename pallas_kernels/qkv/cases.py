@@ -67,8 +67,8 @@ def destination(
     size: int,
     dtype: DTypeLike,
     *,
-    rows: Sequence[int] | None = None,
-    cache_rows: int | None = None,
+    pages: Sequence[Sequence[int]] | None = None,
+    num_pages: int | None = None,
     seed: int = 1,
 ) -> Destination:
     """Return ring caches with random contents, and the slots to which some tokens go.
@@ -78,16 +78,18 @@ def destination(
       starts: position of the first token of each row.
       counts: number of tokens of each row that are written. The others are dropped.
       tokens: number of tokens of each row.
-      size: slots of a ring.
+      size: slots of a ring, of all its pages together.
       dtype: dtype of the caches.
-      rows: cache row of each batch row; None when batch row b has cache row b.
-      cache_rows: number of rows of the caches; by default as many as the batch has.
+      pages: the pages of each row, which divide its slots evenly; None: row b has page b alone.
+      num_pages: number of pages of the caches; by default as many as the batch has rows.
       seed: seed of the contents.
     """
     offset = np.arange(tokens)[None, :]
     index = (np.asarray(starts)[:, None] + offset) % size
-    index = np.where(offset < np.asarray(counts)[:, None], index, size)
-    full = (cache_rows or len(starts), shape.kv_heads, size, shape.head_dim)
+    page = size if pages is None else size // np.shape(pages)[1]
+    which = None if pages is None else np.take_along_axis(np.asarray(pages), index // page, axis=1)
+    index = np.where(offset < np.asarray(counts)[:, None], index % page, page)
+    full = (num_pages or len(starts), shape.kv_heads, page, shape.head_dim)
     k, v = (jax.random.normal(key, full, dtype) for key in jax.random.split(jax.random.key(seed)))
-    which = None if rows is None else jnp.asarray(rows, jnp.int32)
+    which = None if which is None else jnp.asarray(which, jnp.int32)
     return Destination(k, v, jnp.asarray(index, jnp.int32), which)

@@ -18,17 +18,17 @@ class Destination(NamedTuple):
     """Caches, and the slots in them to which a pass writes its keys and values.
 
     Attributes:
-      k: the cache of keys.
+      k: the cache of keys, C pages of S slots.
       v: the cache of values.
-      index: the slot of each token. A token with slot S (the cache size) is dropped. The slots of a
-        row are all different.
-      rows: the cache row of each batch row. None means that batch row b has cache row b.
+      index: the slot of each token in its page. A token with slot S is dropped. No two tokens have
+        the same slot of the same page.
+      pages: the page of each token. None: the tokens of row b have page b.
     """
 
     k: Float[Array, "C K S H"]
     v: Float[Array, "C K S H"]
     index: Int[Array, "B T"]
-    rows: Int[Array, " B"] | None = None
+    pages: Int[Array, "B T"] | None = None
 
 
 class QKV(NamedTuple):
@@ -89,10 +89,10 @@ def write_kv(
 
     def one(old: Array, new: Array) -> Array:
         new = stored_as(new, old.dtype)
-        if into.rows is None:
+        if into.pages is None:
             return _write_rows(old, new, into.index)
         heads = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :, None]
-        where = (into.rows[:, None, None], heads, into.index[:, None, :])
+        where = (into.pages[:, None, :], heads, into.index[:, None, :])
         return old.at[where].set(new, mode="drop")
 
     return one(into.k, k), one(into.v, v)

@@ -67,13 +67,13 @@ def _split(
             v = v[0] * value_factor, v[1] * value_factor
         if k_ref.dtype != dtype:  # both are rounded to the dtype of the projection first
             k, v = _rounded(k, dtype), _rounded(v, dtype)
-        row, slot = b, token
+        page, slot = b, token
         if into is not None:
-            row = b if into.rows is None else load(into.rows, b)
+            page = b if into.pages is None else load(into.pages, b, token)
             slot = load(into.index, b, token)
         kept = jnp.broadcast_to(slot < k_ref.shape[2], (half,))
-        _store_halves(k_ref, row, head, slot, columns=columns, value=k, mask=kept)
-        _store_halves(v_ref, row, head, slot, columns=columns, value=v, mask=kept)
+        _store_halves(k_ref, page, head, slot, columns=columns, value=k, mask=kept)
+        _store_halves(v_ref, page, head, slot, columns=columns, value=v, mask=kept)
 
 
 def _load_heads(

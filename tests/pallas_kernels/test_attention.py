@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.attention import KVSegment, attention, reference
-from pallas_kernels.attention.cases import Shape, cached, fresh, in_rows, queries
+from pallas_kernels.attention.cases import Shape, cached, fresh, in_pages, queries
 from pallas_kernels.attention.spans import masked_span, visible_span
 from pallas_kernels.attention.triton import Tiling
 from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_at_once, tiling_for
@@ -159,41 +160,69 @@ def test_what_is_behind_the_last_key_does_no_harm(shape: Shape, tiling: Tiling) 
     assert jnp.isfinite(got).all()
 
 
+def some_pages(rows: int, of_row: int) -> tuple[np.ndarray, int]:
+    """Return pages of rows, in any order, and the number of pages in all.
+
+    The last row has no page. It reads the last page, which the first row has.
+    """
+    total = rows * of_row + 2
+    pages = np.random.default_rng(0).permutation(total - 1)[: rows * of_row].reshape(rows, of_row)
+    pages[0, 0] = total - 1
+    pages[-1] = total + np.arange(of_row)
+    return pages, total
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype", "tiling", "ring", "tree"),
+    ("shape", "dtype", "tiling", "slots", "of_row", "tree"),
     [
-        (SLIDING, "float32", SPLIT, True, False),
-        (FULL, "bfloat16", TILING, False, True),
-        pytest.param(SLIDING, "bfloat16", TILING, True, True, marks=pytest.mark.slow),
-        pytest.param(FULL, "float32", PARTS, False, False, marks=pytest.mark.slow),
-        pytest.param(DRAFT, "bfloat16", SPLIT, False, False, marks=pytest.mark.slow),
-        pytest.param(DRAFT, "float32", TILING, False, False, marks=pytest.mark.slow),
+        (SLIDING, "float32", SPLIT, 32, 1, False),
+        (SLIDING, "float32", SPLIT, 32, 2, False),  # a block of keys is a page
+        (FULL, "bfloat16", TILING, 100, 5, True),  # pages that no block divides
+        (DRAFT, "bfloat16", SPLIT, 128, 4, False),  # pages of two blocks
+        pytest.param(FULL, "bfloat16", TILING, 100, 1, True, marks=pytest.mark.slow),
+        pytest.param(SLIDING, "bfloat16", TILING, 32, 1, True, marks=pytest.mark.slow),
+        pytest.param(SLIDING, "bfloat16", TILING, 32, 4, True, marks=pytest.mark.slow),
+        pytest.param(FULL, "float32", PARTS, 100, 1, False, marks=pytest.mark.slow),
+        pytest.param(FULL, "float32", PARTS, 112, 7, False, marks=pytest.mark.slow),
+        pytest.param(DRAFT, "bfloat16", SPLIT, 100, 1, False, marks=pytest.mark.slow),
+        pytest.param(DRAFT, "float32", TILING, 100, 10, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_cache_is_read_at_the_rows_of_the_batch(
-    shape: Shape, dtype: str, tiling: Tiling, ring: bool, tree: bool
+def test_a_cache_is_read_by_pages(
+    shape: Shape, dtype: str, tiling: Tiling, slots: int, of_row: int, tree: bool
 ) -> None:
-    """Rows in any order, of a cache whose other rows hold NaN. The last row has no cache row."""
+    """Pages in any order, of a cache whose other pages hold NaN. To the bit as without pages."""
+    ring = shape.window is not None
     lengths, kind = [7, 47, 100, 7], jnp.dtype(dtype)
     q, at = queries(shape, lengths, 7, kind)
-    before = cached(shape, [length - 7 for length in lengths], 32 if ring else 100, kind, ring=ring)
+    before = cached(shape, [length - 7 for length in lengths], slots, kind, ring=ring)
     own = (fresh(shape, at, kind, tree=tree),)
-    many = in_rows(before, [3, 5, 0, 6], 6)
+    many = in_pages(before, *some_pages(len(lengths), of_row))
     check(shape, q, at, (many, *own), tiling)
     there = interpreted(shape, q, at, (many, *own), tiling)
     assert (there == interpreted(shape, q, at, (before, *own), tiling)).all()
 
 
+def test_splits_of_one_block_are_read_by_pages() -> None:
+    lengths, kind = [9, 16, 17, 100], jnp.dtype("bfloat16")
+    q, at = queries(FULL, lengths, 9, kind)
+    before = cached(FULL, lengths, 112, kind)
+    pages = np.random.default_rng(0).permutation(4 * 7).reshape(4, 7)
+    many = in_pages(before, pages, pages.size)
+    there = interpreted(FULL, q, at, (many,), AT_ONCE)
+    assert (there == interpreted(FULL, q, at, (before,), AT_ONCE)).all()
+
+
 def test_a_cache_that_is_too_large_for_the_kernel_is_read_through_a_copy() -> None:
-    """Its offsets are 32 bits. Of 512 rows of 8192 keys, a batch of 4 reads 34 million numbers."""
+    """Its offsets are 32 bits. Of 512 pages of 8192 keys, a batch of 4 reads 34 million numbers."""
     cache = jax.ShapeDtypeStruct((512, 2, 8192, 512), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((4, 1, 2, 8, 512), jnp.bfloat16)
     index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    few = KVSegment(cache, cache, index(4, 8192), rows=index(4))  # type: ignore[arg-type]
+    few = KVSegment(cache, cache, index(4, 8192), pages=index(4, 1))  # type: ignore[arg-type]
     call = functools.partial(attention, scale=1.0, implementation="triton")
     jaxpr = str(jax.make_jaxpr(call)(q, index(4, 1), (few,)))
-    assert jaxpr.count(":bf16[4,2,8192,512] = gather[") == 2
-    whole = few._replace(positions=index(512, 8192), rows=None)
+    assert jaxpr.count(":bf16[4,1,2,8192,512] = gather[") == 2
+    whole = few._replace(positions=index(512, 8192), pages=None)
     q = jax.ShapeDtypeStruct((512, *q.shape[1:]), q.dtype)
     with pytest.raises(NotImplementedError, match="offsets are 32 bits"):
         jax.eval_shape(call, q, index(512, 1), (whole,))
@@ -294,7 +323,7 @@ def test_short_caches_are_loaded_at_once() -> None:
         (dict(q=jnp.zeros((1, 2, 3, 2, 16))), r"keys and values must be \[1, 3, S, 16\]"),
         (dict(q=jnp.zeros((1, 2, 1, 2, 16), jnp.bfloat16)), "one dtype"),
         (dict(implementation="cuda"), "pass auto, reference, triton or mosaic"),
-        (dict(rows=jnp.zeros(2, int)), r"rows must be \(1,\), not \(2,\)"),
+        (dict(pages=jnp.zeros(2, int)), r"pages must be \[1, N\], not \(2,\)"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
@@ -307,8 +336,8 @@ def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
         segments=(segment,),
         scale=1.0,
     )
-    if "rows" in change:
-        change = dict(segments=(segment._replace(rows=change["rows"]),))
+    if "pages" in change:
+        change = dict(segments=(segment._replace(pages=change["pages"]),))
     call: Any = getattr(attention, "__wrapped__", attention)
     with pytest.raises(ValueError, match=words):
         call(**{**good, **change})
@@ -453,22 +482,25 @@ def test_the_mosaic_kernel_converts_fp8(
         (Shape(8, 1, 128, window=512), 256, False),
     ],
 )
-def test_the_mosaic_kernels_read_a_cache_at_the_rows_of_the_batch(
-    shape: Shape, tokens: int, fp8: bool
+@pytest.mark.parametrize("page", [None, 64, 128])
+def test_the_mosaic_kernels_read_a_cache_by_pages(
+    shape: Shape, tokens: int, fp8: bool, page: int | None
 ) -> None:
-    """To the bit as from a cache of these rows alone, and the other rows hold NaN."""
+    """To the bit as from a cache of these rows alone, and the other pages hold NaN."""
     lengths, kind, ring = [tokens, 500, 1000], jnp.dtype("bfloat16"), shape.window is not None
     q, at = queries(shape, lengths, tokens, kind)
-    before = cached(shape, lengths, 768 if ring else 1000, kind, ring=ring)
+    slots = 768 if ring else 1000 if page is None else 1024
+    before = cached(shape, lengths, slots, kind, ring=ring)
     before = narrowed(before) if fp8 else before
     own = () if shape is not NARROW else (fresh(shape, at, kind),)
     how: dict[str, Any] = dict(scale=shape.head_dim**-0.5, causal=shape.causal)
     run = functools.partial(attention, q, at, window=shape.window, implementation="mosaic", **how)
-    many = in_rows(before, [6, 0, 3], 7)
+    pages, total = some_pages(4, 1 if page is None else slots // page)
+    many = in_pages(before, pages[:3], total)
     assert (run((many, *own)) == run((before, *own))).all()
-    # A row of no sequence sees no key, and so may have no cache row.
+    # A row of no sequence sees no key, and so may have no page.
     idle = before._replace(positions=before.positions.at[1].set(-1))
-    there = in_rows(idle, [6, 7, 3], 7)
+    there = in_pages(idle, pages[[0, 3, 2]], total)
     assert (run((there, *own)) == run((idle, *own)))[jnp.array([0, 2])].all()
 
 

@@ -61,8 +61,10 @@ def test_a_pass_is_written_to_rings(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [SAME, CONTEXT], ids=["values are keys", "context"])
-def test_a_pass_is_written_to_other_rows(shape: Shape) -> None:
-    into = destination(shape, [3, 7], [3, 1], 3, 16, BFLOAT16, rows=[4, 1], cache_rows=5)
+@pytest.mark.parametrize("pages", [[[4], [1]], [[4, 0, 7, 2], [1, 3, 6, 5]]], ids=["one", "four"])
+def test_a_pass_is_written_to_pages(shape: Shape, pages: list[list[int]]) -> None:
+    """The tokens of the first row are in two pages, and those of the second row come round."""
+    into = destination(shape, [3, 14], [3, 3], 3, 16, BFLOAT16, pages=pages, num_pages=8)
     check(shape, 2, 3, into)
 
 
@@ -118,7 +120,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"cos and sin must be \(2, 3, 16\)"):
         run(projected, q_scale, k_scale, cos[:, :, :8], sin[:, :, :8], groups=2)
     into = destination(PLAIN, [0], [3], 3, 12, BFLOAT16)
-    with pytest.raises(ValueError, match=r"index must be \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"index and pages must be \(2, 3\)"):
         run(projected, q_scale, k_scale, cos, sin, into, groups=2)
 
 

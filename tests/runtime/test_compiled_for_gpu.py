@@ -499,7 +499,7 @@ IGNORES_SETMAXNREG = WORSE_WITH_012(reason="it ignores setmaxnreg, and wgmma wai
 
 
 @NEEDS_MOSAIC
-@pytest.mark.parametrize("cache_rows", [None, 32])
+@pytest.mark.parametrize("page", [None, 2048, 64, 128])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "fresh", "kind"),
     [
@@ -515,15 +515,16 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
     head_dim: int,
     fresh: int,
     kind: Any,
-    cache_rows: int | None,
+    page: int | None,
 ) -> None:
     """Layers of 31B take 227 KB of shared memory, and results half of all registers."""
     shape = (8, 16, *heads, head_dim)  # B T K G H
 
-    def keys(size: int, cache_rows: int | None = None) -> tuple[Any, ...]:
-        k = jax.ShapeDtypeStruct((cache_rows or 8, heads[0], size, head_dim), kind)
-        rows = None if cache_rows is None else jax.ShapeDtypeStruct((8,), jnp.int32)
-        return k, k, jax.ShapeDtypeStruct((8, size), jnp.int32), None, rows
+    def keys(size: int, page: int | None = None) -> tuple[Any, ...]:
+        of_row = size // (page or size)
+        k = jax.ShapeDtypeStruct((8 * of_row, heads[0], page or size, head_dim), kind)
+        pages = None if page is None else jax.ShapeDtypeStruct((8, of_row), jnp.int32)
+        return k, k, jax.ShapeDtypeStruct((8, size), jnp.int32), None, pages
 
     def attend(q: Any, at: Any, *segments: Any) -> jax.Array:
         segments = tuple(KVSegment(*s) for s in segments)
@@ -532,7 +533,7 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
     args = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         jax.ShapeDtypeStruct(shape[:2], jnp.int32),
-        keys(2048, cache_rows),
+        keys(2048, page),
         *([keys(fresh)] if fresh else []),
     )
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
