@@ -85,7 +85,7 @@ def in_pages(
     which = jnp.asarray(pages, jnp.int32)
 
     def spread(x: Array) -> Array:
-        b, k, size, h = x.shape
+        b, k, _, h = x.shape
         cut = x.reshape(b, k, which.shape[1], -1, h).swapaxes(1, 2)
         full = jnp.full((num_pages, *cut.shape[2:]), jnp.asarray(unread, x.dtype))
         return full.at[which].set(cut, mode="drop")
