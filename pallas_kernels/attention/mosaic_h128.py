@@ -100,9 +100,9 @@ def _attend(
                 pl.when(number >= RING)(functools.partial(plgpu.barrier_wait, free.at[ring_slot]))
 
                 def load(ring_slot=ring_slot, piece=piece):
-                    for j, (page, number) in enumerate(places):
+                    for j, (page, block) in enumerate(places):
                         plgpu.copy_gmem_to_smem(
-                            sources[piece].at[page, head, pl.ds(number * size, size)],
+                            sources[piece].at[page, head, pl.ds(block * size, size)],
                             ring.at[ring_slot, pl.ds(j * size, size)],
                             there.at[ring_slot],
                             collective_axes=("tile",) if cluster > 1 else None,

@@ -55,7 +55,7 @@ def _load(keys_and_values, ring, there, free, *, find, count, cluster):
     """Let TMA load keys and values into the ring."""
 
     def load(i, place):
-        page, head, number = place
+        page, head, block = place
         after = find(i + 1)  # before it waits for space
         for piece in range(PIECES):
             number = PIECES * i + piece
@@ -65,7 +65,7 @@ def _load(keys_and_values, ring, there, free, *, find, count, cluster):
             pl.when(number >= RING)(wait)
             columns = pl.ds(piece % 2 * COLUMNS, COLUMNS)
             plgpu.copy_gmem_to_smem(
-                keys_and_values[piece // 2].at[page, head, pl.ds(number * KEYS, KEYS), columns],
+                keys_and_values[piece // 2].at[page, head, pl.ds(block * KEYS, KEYS), columns],
                 ring.at[ring_slot],
                 there.at[ring_slot],
                 collective_axes=("tile",) if cluster > 1 else None,
@@ -91,9 +91,9 @@ def _convert(
     """
 
     def fetch(chunk, ref, i):
-        page, head, number = find(i)
+        page, head, block = find(i)
         plgpu.copy_gmem_to_smem(
-            ref.at[page, head, pl.ds(number * KEYS, KEYS), pl.ds(chunk * CHUNK, CHUNK)],
+            ref.at[page, head, pl.ds(block * KEYS, KEYS), pl.ds(chunk * CHUNK, CHUNK)],
             codes.at[chunk],
             codes_there.at[chunk],
             collective_axes=("tile",) if cluster > 1 else None,
@@ -169,8 +169,8 @@ def _attend(
             plgpu.copy_gmem_to_smem(source, queries.at[half], queries_there)
 
         def find(i):
-            page, number = find_keys(pages_ref, k_ref, b, first + start + i, KEYS)
-            return page, head, number
+            page, block = find_keys(pages_ref, k_ref, b, first + start + i, KEYS)
+            return page, head, block
 
         kwargs = {"find": find, "count": count, "cluster": cluster}
         (_convert if narrow else _load)((k_ref, v_ref), ring, there, free, *narrow, **kwargs)
