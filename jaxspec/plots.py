@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,7 @@ def plot_acceptance(
     shares, mean = _acceptance(result)
     if axes is None:
         try:
-            from matplotlib import pyplot
+            pyplot = importlib.import_module("matplotlib.pyplot")
         except ImportError:
             raise ValueError(
                 "plot_acceptance needs matplotlib: pip install 'jaxspec-decoding[plot]'"
