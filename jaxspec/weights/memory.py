@@ -56,6 +56,13 @@ def weight_bytes(model_def: ModelDef, mesh: Mesh) -> int:
     return shard_bytes(zip(arrays, jax.tree.leaves(model_def.shardings(mesh)), strict=True))
 
 
+def largest_weight_bytes(model_def: ModelDef, mesh: Mesh) -> int:
+    """Return the size of a model's largest weight on each device, in bytes."""
+    arrays = jax.tree.leaves(model_def.abstract_params())
+    shardings = jax.tree.leaves(model_def.shardings(mesh))
+    return max(shard_bytes([pair]) for pair in zip(arrays, shardings, strict=True))
+
+
 def check_weights_fit(model_def: ModelDef, mesh: Mesh, *beside: ModelDef) -> None:
     """Raise an error if the weights of a model alone need more memory than a device has.
 

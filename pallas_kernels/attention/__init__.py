@@ -108,9 +108,10 @@ def attention(
       implementation: "reference" runs anywhere. "triton" needs 16-bit queries, keys in 16 bits or
         fp8, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9 for fp8 (or `interpret`).
         "mosaic" needs 16-bit queries, a GPU of compute capability 9.0, a multiple of 8 slots (in
-        several pages: of 64 in each), no `seen_by`, and head dim 512 or 128. At head dim 512 it needs keys in 16 bits or fp8, one
-        segment and no window. At head dim 128 it needs 16-bit keys, no `value_scale`, 8, 16, 32 or
-        64 query heads per kv head, and at most one further segment, of at most 128 slots. "auto"
+        several pages: of 64 in each), no `seen_by`, and head dim 512 or 128. At head dim 512 it
+        needs keys in 16 bits or fp8, one segment and no window. At head dim 128 it needs 16-bit
+        keys, no `value_scale`, 8, 16, 32 or 64 query heads per kv head, and at most one further
+        segment, of at most 128 slots. "auto"
         takes Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel
         is faster (many keys for few tokens, short caches of few sequences on Hopper, most chunks of
         prompts), or the scores of the reference would fill memory. Elsewhere "auto" takes the

@@ -243,6 +243,14 @@ def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.Monke
     assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead < 4
     has(monkeypatch, -(-needed.total * 16 // 15))
     assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead == 4
+    # They leave three copies of the largest weight, if that is more: the compiler times products on copies.
+    spec, *_, mesh = sizes
+    table = weight_memory.largest_weight_bytes(spec.target, mesh)
+    monkeypatch.setattr(memory, "SPARE", 0.0)
+    has(monkeypatch, needed.total + 3 * table - 1)
+    assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead < 4
+    has(monkeypatch, needed.total + 3 * table)
+    assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead == 4
 
 
 def test_a_compiled_program_that_does_not_fit_is_refused_with_its_own_number(
