@@ -57,6 +57,7 @@ def resolve(
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
+    configs_only: bool = False,
 ) -> Path:
     """Return the local directory of a checkpoint; download it from the hub if necessary.
 
@@ -68,6 +69,7 @@ def resolve(
       revision: branch, tag or commit of the hub repository.
       token: access token for the hub.
       offline: whether to look in the cache only.
+      configs_only: whether to fetch no weights and no tokenizer.
 
     Raises:
       CheckpointError: there is no such directory or repository, or the hub does not deliver it.
@@ -81,10 +83,15 @@ def resolve(
         raise CheckpointError(
             f"{source} does not exist; expected a checkpoint directory or a hub id"
         )
-    return _snapshot(str(source), revision, token, offline)
+    files = [QUANTIZATION_FILE, *CONFIG_FILES]
+    if not configs_only:
+        files += [_WEIGHTS, _INDEX, ADAPTER_FILE, *TOKENIZER_FILES]
+    return _snapshot(str(source), revision, token, offline, files)
 
 
-def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool) -> Path:
+def _snapshot(
+    repo: str, revision: str | None, token: str | None, offline: bool, files: list[str]
+) -> Path:
     import huggingface_hub as hub  # the import takes a second, and most runs need no hub
     from huggingface_hub import errors
 
@@ -95,14 +102,7 @@ def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool)
                 revision=revision,
                 token=token,
                 local_files_only=offline,
-                allow_patterns=[
-                    _WEIGHTS,
-                    _INDEX,
-                    QUANTIZATION_FILE,
-                    ADAPTER_FILE,
-                    *CONFIG_FILES,
-                    *TOKENIZER_FILES,
-                ],
+                allow_patterns=files,
             )
         )
     except errors.GatedRepoError:

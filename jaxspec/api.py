@@ -465,6 +465,7 @@ def load(
     token: str | None = None,
     offline: bool = False,
     mesh: Mesh | None = None,
+    read_weights: bool = True,
 ) -> Pair:
     """Load a target and a drafter onto the default device, or a mesh.
 
@@ -481,6 +482,8 @@ def load(
       kv_dtype: "bfloat16", "float32" or "fp8" for the target's keys and values; None for `dtype`.
       revision, drafter_revision: of hub ids. `token` is for the hub; `offline` uses its cache alone.
       mesh: devices to split both over, from `sharding.make_mesh`; decoding then runs there.
+      read_weights: False for shapes in place of weights, to count memory; such a pair cannot decode.
+        Of a hub id only the config files are fetched then.
 
     Raises:
       CheckpointError, ConfigError, FieldError: something is missing or wrong with one of them.
@@ -496,6 +499,7 @@ def load(
             f"{', '.join(known)}"
         )
     hub: Any = dict(dtype=dtype or default_dtype(), token=token, offline=offline, mesh=mesh)
+    hub["read_weights"] = read_weights
     loaded_drafter = None
     if source == "none" and quantize_drafter is not None:
         raise FieldError("quantize_drafter", "was given, but there is no drafter: leave it out")

@@ -43,6 +43,11 @@ KV_INSTEAD = DTYPES | dict.fromkeys(
     ("int8", "fp8_e4m3", "fp8_e5m2", "q8_0"), "fp8 takes half of bfloat16's memory"
 )
 
+DRY_RUN = (
+    "Read no weights and run nothing: print the memory that this needs, and how many requests fit here "
+    "and on cards of other sizes."
+)
+
 
 @dataclass(frozen=True)
 class ModelOptions:

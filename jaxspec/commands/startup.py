@@ -165,14 +165,16 @@ NOT_LOADED = ("mesh", "distributed", "compilation_cache")
 """The options of models that `jaxspec.load` does not take as they are."""
 
 
-def load_models(models: ModelOptions) -> tuple[LoadedModel, LoadedModel | None]:
-    """Load target and drafter, onto a mesh if the options have one.
+def load_models(
+    models: ModelOptions, *, read_weights: bool = True
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """Load target and drafter, onto a mesh if the options have one; see `jaxspec.load`.
 
     Raises:
       CheckpointError, ConfigError: one of them is incomplete or wrong.
     """
     options = {name: value for name, value in vars(models).items() if name not in NOT_LOADED}
-    target, drafter = load(**options, mesh=mesh_for(models))
+    target, drafter = load(**options, mesh=mesh_for(models), read_weights=read_weights)
     return target, drafter
 
 

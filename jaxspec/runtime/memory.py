@@ -185,14 +185,14 @@ def check_fits(
         return of.total <= limit
 
     ways = []
-    if most_rows := data * _largest(rows // data, lambda n: fit(rows=n * data)):
+    if most_rows := data * largest(rows // data, lambda n: fit(rows=n * data)):
         ways.append(f"{most_rows} rows of this length fit")
-    if longest := RING_MULTIPLE * _largest(
+    if longest := RING_MULTIPLE * largest(
         cache_length // RING_MULTIPLE, lambda n: fit(length=n * RING_MULTIPLE)
     ):
         ways.append(f"{rows} rows of {longest} positions fit")
     if read_ahead and fit(ahead=0):
-        ways.append(f"read_ahead={_largest(read_ahead - 1, lambda n: fit(ahead=n))} fits")
+        ways.append(f"read_ahead={largest(read_ahead - 1, lambda n: fit(ahead=n))} fits")
     if prefix_bytes and (left := limit - need.total + prefix_bytes) >= 0:
         ways.append(f"prefix_bytes={left} fits")
     what = f"{rows} rows" + (f", and {read_ahead} that are read ahead," if read_ahead else "")
@@ -201,6 +201,7 @@ def check_fits(
         "has "
         f"{format_gib(limit)} GiB: "
         f"{' or '.join(ways) or 'not one row fits; ' + way_out(spec.target.dtype, mesh)}"
+        f"; {weight_memory.SEE_DRY_RUN}"
     )
 
 
@@ -222,6 +223,6 @@ def check_compiled(program: Any, mesh: Mesh) -> None:
         )
 
 
-def _largest(below: int, fits: Callable[[int], bool]) -> int:
+def largest(below: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number from 1 to `below` that fits, or 0 if none fits."""
     return bisect.bisect_left(range(1, below + 1), True, key=lambda n: not fits(n))

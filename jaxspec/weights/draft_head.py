@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from checkpoints_convert.errors import CheckpointError
 from jaxspec.options import FieldError
 from jaxspec.quantised import get_format
@@ -42,8 +44,12 @@ def with_draft_head(drafter: LoadedModel, target: LoadedModel, format: str) -> L
     drafter.config.check_fits(target.config)
     model_def = model_def_with_head(drafter.model_def, target.model_def, format)
     assert target.model_def.head is not None
+    table = target.params[target.model_def.head]
+    if isinstance(jax.tree.leaves(table)[0], jax.ShapeDtypeStruct):  # loaded without weights
+        shapes = model_def.placed_shapes(mesh_of(target=target.params))
+        return dataclasses.replace(drafter, model_def=model_def, params=shapes)
     check_weights_fit(model_def, mesh_of(target=target.params), target.model_def)
-    copy = model_def.pack(HEAD, target.params[target.model_def.head])
+    copy = model_def.pack(HEAD, table)
     return dataclasses.replace(drafter, model_def=model_def, params={**drafter.params, HEAD: copy})
 
 

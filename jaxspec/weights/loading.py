@@ -27,7 +27,7 @@ from jaxspec.weights.memory import check_weights_fit
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.native import open_native_source
 from jaxspec.weights.sharding import make_mesh
-from jaxspec.weights.source import WeightSource, open_hf_source
+from jaxspec.weights.source import WeightSource, open_configs, open_hf_source
 from jaxspec.weights.trees import flat_params
 
 __all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "load_target"]
@@ -79,6 +79,7 @@ def load_target(
     token: str | None = None,
     offline: bool = False,
     mesh: Mesh | None = None,
+    read_weights: bool = True,
 ) -> LoadedModel:
     """Load a target from a converted directory, a Hugging Face directory, or a hub id.
 
@@ -97,6 +98,8 @@ def load_target(
       kv_dtype: of keys and values in caches, "bfloat16", "float32" or "fp8"; None for `dtype`. fp8
         takes the scales of the checkpoint, if it has any.
       drafter: the drafter that is to draft for it.
+      read_weights: False for shapes in place of weights, to count memory. Of a hub id only the
+        config files are fetched then.
 
     Raises:
       CheckpointError, ConfigError: the model is missing, incomplete, not a target, or not the one that
@@ -106,7 +109,17 @@ def load_target(
     """
     formats = (quantize, quantize_head)
     return _load(
-        "target", source, dtype, formats, kv_dtype, drafter, revision, token, offline, mesh
+        "target",
+        source,
+        dtype,
+        formats,
+        kv_dtype,
+        drafter,
+        revision,
+        token,
+        offline,
+        mesh,
+        read_weights,
     )
 
 
@@ -119,13 +132,15 @@ def load_drafter(
     token: str | None = None,
     offline: bool = False,
     mesh: Mesh | None = None,
+    read_weights: bool = True,
 ) -> LoadedModel:
     """Load a drafter of any family. Arguments and errors are as in `load_target`.
 
     A head of the drafter's own is quantised with the rest.
     """
     formats = (quantize, quantize)
-    return _load("drafter", source, dtype, formats, None, None, revision, token, offline, mesh)
+    hub = revision, token, offline, mesh, read_weights
+    return _load("drafter", source, dtype, formats, None, None, *hub)
 
 
 def _load(
@@ -139,12 +154,16 @@ def _load(
     token: str | None,
     offline: bool,
     mesh: Mesh | None,
+    read_weights: bool,
 ) -> LoadedModel:
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
     option = "quantize" if role == "target" else "quantize_drafter"
-    directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
-    checkpoint = open_source(directory)
+    directory = hf_io.resolve(
+        source, revision=revision, token=token, offline=offline, configs_only=not read_weights
+    )
+    is_local = Path(source).expanduser().is_dir()
+    checkpoint = open_source(directory) if read_weights or is_local else open_configs(directory)
     _check_role(source, checkpoint.family, role)
     if drafter is not None:
         drafter.config.check_fits(checkpoint.config)
@@ -152,13 +171,16 @@ def _load(
     model_def = quantised_def(stored, source, *formats, option)
     kv_scales = checkpoint.kv_scales() if kv_dtype == "fp8" else None
     model_def = with_kv_dtype(model_def, kv_dtype, kv_scales)
-    check_weights_fit(model_def, mesh or _default_mesh())
     params: Params = {}
-    for name, weight in checkpoint.weights(model_def, mesh):
-        is_packed = isinstance(weight, QuantisedArray)
-        params[name] = weight if is_packed else model_def.pack(name, weight)
-        del weight
-    params = model_def.adopt(params)
+    if read_weights:
+        check_weights_fit(model_def, mesh or _default_mesh())
+        for name, weight in checkpoint.weights(model_def, mesh):
+            is_packed = isinstance(weight, QuantisedArray)
+            params[name] = weight if is_packed else model_def.pack(name, weight)
+            del weight
+        params = model_def.adopt(params)
+    else:
+        params = model_def.placed_shapes(mesh or _default_mesh())
     return LoadedModel(
         model_def, params, checkpoint.config, checkpoint.generation, directory, source
     )

@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 from jaxspec.weights.host_memory import AvailableMemory, available_memory
 from jaxspec.weights.model_def import ModelDef
 
+SEE_DRY_RUN = "--dry-run of a command prints what fits, here and on other devices"
+
 
 class DeviceMemoryError(ValueError):
     """Raised if a run needs more memory than a device has, or a conversion more than the machine.
@@ -78,7 +80,7 @@ def check_weights_fit(model_def: ModelDef, mesh: Mesh, *beside: ModelDef) -> Non
         raise DeviceMemoryError(
             f"the weights need {format_gib(needed)} GiB a device in {model_def.dtype}, and "
             f"{describe_device(mesh)} has "
-            f"{format_gib(limit)} GiB: {way_out(model_def.dtype, mesh)}"
+            f"{format_gib(limit)} GiB: {way_out(model_def.dtype, mesh)}; {SEE_DRY_RUN}"
         )
 
 

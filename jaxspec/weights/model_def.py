@@ -153,6 +153,14 @@ class ModelDef:
         """
         return dict(_abstract_params(self))
 
+    def placed_shapes(self, mesh: Mesh) -> dict[str, Any]:
+        """Return `abstract_params` with the sharding of every array."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            self.abstract_params(),
+            self.shardings(mesh),
+        )
+
     def shardings(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         """Return the sharding of every weight by name, in the structure of this model's params.
 

@@ -11,7 +11,7 @@ import abc
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,14 @@ from jax.sharding import Mesh
 
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.files import read_json
 from checkpoints_convert.kv_scales import read_kv_scales
 from checkpoints_convert.quantised import stored_weights
-from checkpoints_convert.quantised.quantization_config import Spec, read_quantization_config
+from checkpoints_convert.quantised.quantization_config import (
+    QuantizationConfig,
+    Spec,
+    read_quantization_config,
+)
 from checkpoints_convert.quantised.view import View, open_view
 from checkpoints_convert.rules import (
     ConversionPlan,
@@ -321,6 +326,65 @@ def open_hf_source(directory: Path) -> HFSource:
         if fill.transform is permutation:
             _check_ordering(checkpoint, fill.sources[0], str(directory))
     return HFSource(checkpoint, family, config, generation, plan, view)
+
+
+@dataclass(frozen=True)
+class ConfigSource(WeightSource):
+    """The config files of a Hugging Face checkpoint, without its tensors. They tell its shapes and formats."""
+
+    directory: Path
+    family: Family
+    config: ModelConfig
+    generation: GenerationDefaults | None
+    quantization: QuantizationConfig | None
+
+    def kv_scales(self) -> tuple[tuple[float, float], ...] | None:
+        """Return scales of 1: no size depends on them."""
+        return ((1.0, 1.0),) * self.config.num_layers if self.family.role == "target" else None
+
+    def model_def(self, dtype: str, quantize: str | None = None) -> ModelDef:
+        """Return the model definition with the formats that config.json announces."""
+        model_def = model_def_of(self.config, dtype)
+        if self.quantization is None:
+            return model_def
+        shapes, declared, formats = parameter_shapes(self.config), model_def.declared(), {}
+        rules = rule_set(self.config, shapes)
+        for rule in rules.rules:
+            name, axes = rule.names(rules.prefixes[0])[0], declared[rule.path].contracting_axes
+            for stack in rules.stacks:
+                name = stack.names(name, 0)[0] if name.endswith(stack.pattern) else name
+            spec = self.quantization.of(name.removesuffix(".weight"))
+            if spec is None or not axes:
+                continue
+            spec = replace(spec, scales=spec.scales or "BF16")  # only files know; F16 is as wide
+            format = format_of(spec, rule.path, shapes[rule.path], axes, quantize)
+            formats |= {rule.path: format} if format is not None else {}
+        return model_def.with_formats(formats)
+
+    def weights(
+        self, model_def: ModelDef, mesh: Mesh | None = None
+    ) -> Iterator[tuple[str, Array | QuantisedArray]]:
+        """Refuse: there are none."""
+        raise CheckpointError(f"{self.directory} was opened without its weights")
+
+
+def open_configs(directory: Path) -> ConfigSource:
+    """Open the config files of a Hugging Face directory, whose weights need not be there.
+
+    Raises:
+      CheckpointError, ConfigError: as `open_hf_source`.
+    """
+    files = (*hf_io.CONFIG_FILES, hf_io.QUANTIZATION_FILE)
+    read = {name: read_json(directory / name) for name in files if (directory / name).is_file()}
+    if "config.json" not in read:
+        raise CheckpointError(f"{directory} is not a model: it has no config.json")
+    config = read["config.json"]
+    configs = read_configs(directory, config, read.get("generation_config.json"))
+    try:
+        quantization = read_quantization_config(config, read.get(hf_io.QUANTIZATION_FILE))
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    return ConfigSource(directory, *configs, quantization)
 
 
 def read_configs(

@@ -196,6 +196,7 @@ def test_every_command_loads_as_it_is_told(
         "revision": "r",
         "drafter_revision": "s",
         "token": "t",
+        "read_weights": True,
         "offline": True,
         "dtype": "bfloat16",
         "mesh": None,

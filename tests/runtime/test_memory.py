@@ -309,7 +309,7 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_it_is_read(
     assert done.stderr.splitlines()[-1] == (
         "error: the weights need 17.2 GiB a device in float32, and this machine has 8.0 GiB: "
         "bfloat16 halves this; "
-        "get another"
+        "get another; --dry-run of a command prints what fits, here and on other devices"
     )
     with pytest.raises(memory.DeviceMemoryError, match=r"in bfloat16, and this machine has 8\.0"):
         jaxspec.load(source, dtype="bfloat16")

@@ -70,6 +70,8 @@ def bench_command(
     """
     check_sampling(sampling, drafting)
     refuse_inputs(output.json_path, ("--trace", trace.trace))
+    if options.dry_run and output.plot_path is not None:
+        raise UsageError("--plot draws what was measured, and --dry-run measures nothing")
     if options.context_length and not models.is_plain and drafting.synthetic_acceptance is None:
         raise UsageError(
             "--context-length fills caches with random numbers, which no drafter can follow: add "
@@ -89,6 +91,9 @@ def bench_command(
         mesh = startup.mesh_for(models)
         if mesh is not None:
             check_rows(options.batch_sizes, mesh.shape["data"])
+        if options.dry_run:
+            run.dry_run(models, options, drafting, sampling, trace, output.json_path)
+            return
         with output.opened() as file, ticking(errors) as notify:
             notify("making random weights" if options.random_weights else "loading the models")
             if trace.trace is not None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jaxspec.commands.bench import PROMPT_LENGTH
+from jaxspec.commands.models import DRY_RUN
 from jaxspec.commands.options import UsageError
 from jaxspec.options import CHOOSE_LENGTH_HELP, ChooseLength, Range, at_least, option
 from jaxspec.registry import families, presets
@@ -44,6 +45,7 @@ class BenchOptions:
     )
     repeats: int = option(5, "Timed runs of each case.", range=at_least(1))
     seed: int = option(0, "Of random weights and prompts.", range=at_least(0))
+    dry_run: bool = option(False, DRY_RUN)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

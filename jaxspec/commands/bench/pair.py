@@ -130,6 +130,7 @@ def make_pair(
     seed: int = 0,
     rows: int = 1,
     positions: int = 1,
+    with_weights: bool = True,
 ) -> ModelPair:
     """Load a pair or make a random one.
 
@@ -137,6 +138,7 @@ def make_pair(
       preset: of a target with random weights; its drafter's are random too.
       rows, positions: of the largest case, a step's own tokens not counted. Sizes that no device
         holds are refused before random weights and caches are made.
+      with_weights: False for shapes in place of weights, and sizes that no device need hold.
 
     Raises:
       ValueError: the options do not fit each other, a model cannot be loaded, or memory is too
@@ -182,7 +184,7 @@ def make_pair(
             assert drafter_def is not None
             drafter_def = model_def_with_head(drafter_def, target_def, head)
     else:
-        model, drafter_model = load_models(models)
+        model, drafter_model = load_models(models, read_weights=with_weights)
         target_def, target_params = model.model_def, model.params
         target_name = f"{models.target or 'bundled'}{models.quantized}"
         if models.target is None:
@@ -199,7 +201,10 @@ def make_pair(
             f"{target_def.config.max_positions}"
         )
     devices = mesh or make_mesh(devices=jax.devices()[:1])
-    memory.check_fits(spec, rows, bench_cache_length(spec, positions), devices)
+    if with_weights:
+        memory.check_fits(spec, rows, bench_cache_length(spec, positions), devices)
+    elif target_params is None:
+        target_params = target_def.placed_shapes(devices)
     if target_params is None:
         target_params = _random_params(target_def, seed, mesh)
         if drafter_def is not None:

@@ -18,8 +18,9 @@ from jaxspec.commands.bench import GENERATED, trace
 from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
 from jaxspec.commands.bench.measure import measure
 from jaxspec.commands.bench.options import BenchOptions, TraceOptions
-from jaxspec.commands.bench.pair import ModelPair, make_pair
+from jaxspec.commands.bench.pair import ModelPair, bench_cache_length, make_pair
 from jaxspec.commands.bench.results import Case, floor_table, result_tables
+from jaxspec.commands.dry_run import Plan, write
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.progress import Notify
 from jaxspec.commands.startup import versions
@@ -163,6 +164,57 @@ def described_startup(startup: dict[str, Any]) -> str:
     return f"seconds: {', '.join(parts)}{to_first}; programs are kept {where}"
 
 
+def _traced(
+    models: ModelOptions,
+    drafting: Drafting,
+    sampling: Sampling,
+    options: TraceOptions,
+    preset: str | None,
+    seed: int,
+    *,
+    with_weights: bool = True,
+) -> tuple[ModelPair, list[trace.TraceRequest], int]:
+    """Return the models of a trace, its requests, and the positions of a slot."""
+    stream = None if options.trace in (None, GENERATED) else trace.read(Path(options.trace))
+    positions = max((r.prompt_tokens + r.new_tokens for r in stream or ()), default=1)
+    sizes: dict[str, Any] = dict(rows=options.slots, positions=positions, sampling=sampling)
+    pair = make_pair(models, drafting, preset, seed=seed, with_weights=with_weights, **sizes)
+    if stream is None:
+        limit = pair.spec.target.config.max_positions
+        stream = trace.generate(options.requests, options.trace_seed, options.rate, limit)
+        positions = max(r.prompt_tokens + r.new_tokens for r in stream)
+    return pair, stream, cache_bucket(positions + pair.spec.step_tokens)
+
+
+def dry_run(
+    models: ModelOptions,
+    options: BenchOptions,
+    drafting: Drafting,
+    sampling: Sampling,
+    traced: TraceOptions,
+    json_path: str | None,
+) -> None:
+    """Print the memory of the largest case, or of a trace's engine."""
+    preset, seed = options.random_weights, options.seed
+    if traced.trace is not None:
+        pair, _, length = _traced(
+            models, drafting, sampling, traced, preset, seed, with_weights=False
+        )
+        engine: dict[str, Any] = dict(
+            read_ahead=traced.read_ahead,
+            max_prefill_tokens=traced.max_prefill_tokens,
+            invariant=traced.invariant,
+        )
+        plan = Plan(pair.spec, pair.mesh, traced.slots, length, **engine)
+    else:
+        rows, positions = max(options.batch_sizes), options.positions
+        sizes: dict[str, Any] = dict(rows=rows, positions=positions, sampling=sampling, seed=seed)
+        pair = make_pair(models, drafting, preset, with_weights=False, **sizes)
+        length = bench_cache_length(pair.spec, positions)
+        plan = Plan(pair.spec, pair.mesh, rows, length, passes=False)
+    write(plan, pair.title, json_path)
+
+
 def run_trace(
     console: Console,
     models: ModelOptions,
@@ -175,20 +227,13 @@ def run_trace(
     notify: Notify = lambda _: None,
 ) -> dict[str, Any]:
     """Send a trace through an engine, print the results, and return them as JSON values."""
-    stream = None if options.trace in (None, GENERATED) else trace.read(Path(options.trace))
-    positions = max((r.prompt_tokens + r.new_tokens for r in stream or ()), default=1)
-    sizes: dict[str, Any] = dict(rows=options.slots, positions=positions, sampling=sampling)
-    pair = make_pair(models, drafting, preset, seed=seed, **sizes)
-    if stream is None:
-        limit = pair.spec.target.config.max_positions
-        stream = trace.generate(options.requests, options.trace_seed, options.rate, limit)
-        positions = max(r.prompt_tokens + r.new_tokens for r in stream)
+    pair, stream, cache_length = _traced(models, drafting, sampling, options, preset, seed)
     engine = Engine(
         *pair.loaded,
         drafting=drafting,
         program_features=pair.spec.program_features,
         batch_size=options.slots,
-        cache_length=cache_bucket(positions + pair.spec.step_tokens),
+        cache_length=cache_length,
         steps_per_return=options.steps_per_return,
         max_prefill_tokens=options.max_prefill_tokens,
         read_ahead=options.read_ahead,

@@ -50,6 +50,14 @@ def generate(
     from jaxspec.commands.generate.prompts import read_prompts
     from jaxspec.commands.generate.rows import is_resumable
 
+    if running.dry_run:
+        from jaxspec.commands import startup
+        from jaxspec.commands.generate import run
+
+        num_prompts = len(prompts or ()) + len(text.prompt_ids)
+        with explained(*run.USER_ERRORS):
+            run.dry_run(options, None if text.prompts_file else max(num_prompts, 1), console)
+        return
     with explained():
         stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
         inputs = read_prompts(

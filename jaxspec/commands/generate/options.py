@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.models import DRY_RUN, ModelOptions
 from jaxspec.commands.options import PartialRecord, UsageError, as_flag, read_text
 from jaxspec.commands.output import refuse_inputs
 from jaxspec.options import (
@@ -149,6 +149,7 @@ class RunningOptions:
         "begin alike, are then read once.",
         range=Range("0 or more; 0: none", lambda x: (x >= 0) & (x < math.inf)),
     )
+    dry_run: bool = option(False, DRY_RUN)
 
 
 @dataclass(frozen=True)

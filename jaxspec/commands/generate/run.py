@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxspec.api import MOST_SLOTS
+from jaxspec.commands.dry_run import Plan, default_length, write
 from jaxspec.commands.generate import plain
 from jaxspec.commands.generate.options import GenerateOptions
 from jaxspec.commands.generate.prompts import PromptInput
@@ -57,7 +58,7 @@ from jaxspec.commands.generate.rows import (
 )
 from jaxspec.commands.options import note
 from jaxspec.commands.output import OutputError
-from jaxspec.commands.prefixes import prefix_bytes
+from jaxspec.commands.prefixes import GIB, prefix_bytes
 from jaxspec.commands.startup import (
     join_processes,
     load_models,
@@ -68,15 +69,18 @@ from jaxspec.commands.startup import (
 )
 from jaxspec.configs.base import ConfigError
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.request import Completion, Update
+from jaxspec.engine.request import Completion, Update, check_max_cache_length
 from jaxspec.options import Sampling
-from jaxspec.runtime.prefill import bucket
+from jaxspec.runtime.prefill import bucket, slots_on
+from jaxspec.runtime.runtime import make_spec
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel
 from jaxspec.weights.memory import DeviceMemoryError
+from jaxspec.weights.sharding import mesh_of
 
 STREAMING_STEPS = 4  # steps between returns for one prompt: each return is a piece of text
 BATCH_STEPS = 16
+UNKNOWN_LENGTH = 4096  # positions of a row in a dry run
 
 USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError, OutputError)
 
@@ -138,6 +142,33 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
             rows.finish(summary.to_json())
     console.print(summary_table(summary))
     return summary.errors
+
+
+def dry_run(options: GenerateOptions, num_prompts: int | None, console: Console) -> None:
+    """Print the memory of a run. Prompts are not read, so without `--cache-length` their length is a guess.
+
+    Args:
+      num_prompts: None for those of a file.
+    """
+    models, running, text = options.models, options.running, options.text
+    prepare(models, console)
+    target, drafter = load_models(models, read_weights=False)
+    spec = make_spec(target, drafter, options.drafting)
+    length = running.cache_length or default_length(spec, UNKNOWN_LENGTH)
+    check_max_cache_length(spec, length)
+    requests = (num_prompts or MOST_SLOTS) * options.decoding.num_samples
+    rows = running.batch_size or bucket(min(requests, MOST_SLOTS))
+    mesh = mesh_of(target=target.params)
+    plan = Plan(
+        spec,
+        mesh,
+        rows,
+        length,
+        read_ahead=0 if num_prompts and requests <= slots_on(mesh, rows) else None,
+        invariant=running.invariant,
+        prefix_bytes=int(running.prefix_gib * GIB),
+    )
+    write(plan, shorten(target.source), text.json_path, overwrite=text.overwrite)
 
 
 def make_engine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxspec.commands.models import DRY_RUN
 from jaxspec.commands.options import UsageError
 from jaxspec.options import Range, option, whole
 
@@ -26,6 +27,7 @@ class NetworkOptions:
     no_warm_up: bool = option(
         False, "Compile each program when a request needs it, not all before /health says ready."
     )
+    dry_run: bool = option(False, DRY_RUN)
 
     def __post_init__(self) -> None:
         """Check the TLS options.

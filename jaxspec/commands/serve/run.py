@@ -15,6 +15,7 @@ from rich.console import Console
 
 from jaxspec.api import BUNDLED
 from jaxspec.commands import interruption
+from jaxspec.commands.dry_run import Plan, write
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError, note
 from jaxspec.commands.prefixes import GIB, prefix_bytes
@@ -38,6 +39,7 @@ from jaxspec.serving.open_engine import OpenEngine
 from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.prompt_logprobs import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
+from jaxspec.state import DecodeSpec
 from jaxspec.text.grammars import GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel
@@ -66,6 +68,8 @@ def run(
         if not key:
             raise UsageError(f"{API_KEY} is empty; give it a key, or unset it to serve without one")
         settings = dataclasses.replace(settings, api_key=(key,))
+    if network.dry_run:
+        return dry_run(models, programs, drafting, console)
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory_explained("--slots", "--cache-length"))
         bound = stack.enter_context(contextlib.closing(bind(network)))
@@ -130,6 +134,26 @@ def run(
         interruption.leave(code)
     if code:
         raise SystemExit(code)
+
+
+def dry_run(
+    models: ModelOptions, programs: ProgramOptions, drafting: Drafting, console: Console
+) -> None:
+    """Print the memory of the server. Prefixes have what `--prefix-gib` says, or take of what is left."""
+    prepare(models, console)
+    target, drafter = load_models(models, read_weights=False)
+    spec, length = sizes_of(target, drafter, programs, programs.program_features, drafting)
+    plan = Plan(
+        spec,
+        mesh_of(target=target.params),
+        programs.slots,
+        length,
+        read_ahead=None,
+        max_prefill_tokens=programs.max_prefill_tokens,
+        invariant=programs.invariant,
+        prefix_bytes=int((programs.prefix_gib or 0) * GIB),
+    )
+    write(plan, name_of(target), None)
 
 
 def bind(network: NetworkOptions) -> Any:
@@ -210,11 +234,7 @@ def make_engine(
         choose_length=programs.choose_length,
         invariant=programs.invariant,
     )
-    spec = make_spec(target, drafter, drafting, program_features)
-    length = programs.cache_length
-    if length is None:
-        length = min(CACHE_LENGTH, cache_length_for(spec, spec.target.config.max_positions))
-    check_max_cache_length(spec, length)
+    _, length = sizes_of(target, drafter, programs, program_features, drafting)
     engine = Engine(target, drafter, cache_length=length, **shared)
     shared |= dict(cache_length=length, read_ahead=engine.read_ahead)
     nbytes = prefix_bytes(engine, programs.prefix_gib)
@@ -226,6 +246,26 @@ def make_engine(
     if not nbytes:
         return engine
     return Engine(target, drafter, prefix_bytes=nbytes, prefix_host_bytes=host_bytes, **shared)
+
+
+def sizes_of(
+    target: LoadedModel,
+    drafter: LoadedModel | None,
+    programs: ProgramOptions,
+    program_features: ProgramFeatures,
+    drafting: Drafting,
+) -> tuple[DecodeSpec, int]:
+    """Return what is decoded, and the positions of a slot.
+
+    Raises:
+      FieldError: `cache_length` is larger than the model allows.
+    """
+    spec = make_spec(target, drafter, drafting, program_features)
+    length = programs.cache_length
+    if length is None:
+        length = min(CACHE_LENGTH, cache_length_for(spec, spec.target.config.max_positions))
+    check_max_cache_length(spec, length)
+    return spec, length
 
 
 def name_of(target: LoadedModel) -> str:

@@ -1,0 +1,157 @@
+"""`--dry-run`: the memory of a run, and how many requests fit, from configs alone. Read `Plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxspec.commands.options import UsageError
+from jaxspec.commands.output import OutputOptions, write_line
+from jaxspec.commands.startup import GPU_SHARE
+from jaxspec.runtime import memory
+from jaxspec.runtime.prefill import Shapes, slots_on
+from jaxspec.runtime.runtime import cache_bucket
+from jaxspec.state import DecodeSpec
+from jaxspec.weights import memory as weight_memory
+from jaxspec.weights.memory import format_gib
+
+CARDS = {"24 GB": 22.5, "48 GB": 45.0, "80 GB": 79.6, "141 GB": 140.4}
+"""GiB of an L4, an L40S, an H100 and an H200, as nvidia-smi shows them: less than their names say."""
+LENGTHS = (1024, 4096, 16384, 65536)
+MOST_ROWS = 1024  # no more are looked for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shapes of a run whose models were loaded without weights.
+
+    Attributes:
+      rows: decoded together.
+      read_ahead: rows beside them; None for the engine's choice.
+      passes: whether an engine reads prompts, whose activations count. `bench` has none.
+      max_prefill_tokens, invariant: of the engine.
+      prefix_bytes: of each device, for stored prefixes.
+    """
+
+    spec: DecodeSpec
+    mesh: Mesh
+    rows: int
+    cache_length: int
+    read_ahead: int | None = 0
+    passes: bool = True
+    max_prefill_tokens: int | None = None
+    invariant: bool = False
+    prefix_bytes: int = 0
+
+    def footprint(self, rows: int, length: int, read_ahead: int = 0) -> memory.Footprint:
+        """Return what the run needs with so many rows of such a length."""
+        return memory.footprint(
+            self.spec, rows, length, self.mesh, read_ahead=read_ahead, **self._beside(rows, length)
+        )
+
+    def _beside(self, rows: int, length: int) -> dict[str, int]:
+        shapes = Shapes.of(
+            self.spec.target,
+            rows,
+            self.mesh,
+            invariant=self.invariant,
+            max_prefill_tokens=self.max_prefill_tokens,
+        )
+        tokens = shapes.most_tokens(length) if self.passes else 0
+        return dict(prefix_bytes=self.prefix_bytes, pass_tokens=tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all numbers as JSON values. `fits` has null where the memory of a device is not known."""
+        rows, length, here = slots_on(self.mesh, self.rows), self.cache_length, self.mesh
+        read_ahead = self.read_ahead
+        if read_ahead is None:
+            sizes = self.spec, rows, length, here
+            read_ahead = memory.plan_read_ahead(*sizes, **self._beside(rows, length))
+        need, limit = self.footprint(rows, length, read_ahead), weight_memory.bytes_limit(here)
+        longest = self.spec.target.config.max_positions + self.spec.step_tokens
+        lengths = sorted({length, *(n for n in LENGTHS if n <= longest)})
+        limits = {f"here: {here.devices.flat[0].device_kind}": limit}
+        limits |= {name: int(GPU_SHARE * gib * 2**30) for name, gib in CARDS.items()}
+        return {
+            "dtype": self.spec.target.dtypes,
+            "drafter_dtype": self.spec.drafter and self.spec.drafter.dtypes,
+            "mesh": dict(here.shape),
+            "rows": rows,
+            "cache_length": length,
+            "read_ahead": read_ahead,
+            "bytes_a_device": dataclasses.asdict(need) | {"total": need.total},
+            "fits": [
+                {
+                    "device": name,
+                    "limit_bytes": bytes_of,
+                    "this_run": bytes_of and need.total <= bytes_of,
+                    "rows_by_length": bytes_of and self.most_rows(bytes_of, lengths),
+                }
+                for name, bytes_of in limits.items()
+            ],
+        }
+
+    def most_rows(self, limit: int, lengths: list[int]) -> dict[str, int]:
+        """Return for each length how many rows of it fit, none of them read ahead; at most `MOST_ROWS`."""
+        data = self.mesh.shape["data"]
+
+        def fits(count: int, length: int) -> bool:
+            return self.footprint(data * count, length).total <= limit
+
+        return {
+            str(n): data * memory.largest(MOST_ROWS // data, lambda count, n=n: fits(count, n))
+            for n in lengths
+        }
+
+
+def show(plan: Plan, title: str, console: Console) -> dict[str, Any]:
+    """Print the tables of a plan, and return them as JSON values."""
+    values = plan.to_json()
+    need, fits = values["bytes_a_device"], values["fits"]
+    needs = Table("Memory of a device", "GiB")
+    for name, nbytes in need.items():
+        if nbytes:
+            needs.add_row(name, format_gib(nbytes))
+    lengths = list(fits[1]["rows_by_length"])
+    rows = Table("Device", "GiB", "This run", *(f"{int(n):,}" for n in lengths))
+    for device in fits:
+        if device["limit_bytes"] is None:
+            rows.add_row(device["device"], "?", "?", *("?" for _ in lengths))
+            continue
+        counts = [f"{device['rows_by_length'][n]:,}" for n in lengths]
+        counts = [f"{n} or more" if n == f"{MOST_ROWS:,}" else n for n in counts]
+        answer = "fits" if device["this_run"] else "does not fit"
+        rows.add_row(device["device"], format_gib(device["limit_bytes"]), answer, *counts)
+    run = f"This run: {values['rows']} rows of {values['cache_length']} positions"
+    ahead = values["read_ahead"]
+    run += f", and {ahead} rows that are read ahead" if ahead else ""
+    counted = f"{run}. No weights were read.\n\nRows that fit, by their positions:"
+    console.print(Group(Text(title, "bold"), needs, counted, rows), highlight=False)
+    return {"dry_run": values}
+
+
+def write(plan: Plan, title: str, json_path: str | None, *, overwrite: bool = True) -> None:
+    """Print a plan, and write it to a file of JSON, or to standard output for "-".
+
+    Raises:
+      UsageError: the file exists and is not to be overwritten.
+    """
+    if json_path not in (None, "-") and Path(json_path).exists() and not overwrite:
+        raise UsageError(f"--json {json_path} exists; name another file, or add --overwrite")
+    output = OutputOptions(json_path)
+    with output.opened() as file:
+        values = show(plan, title, output.console)
+        if file is not None:
+            write_line(file, values)
+
+
+def default_length(spec: DecodeSpec, length: int) -> int:
+    """Return a length of caches for prompts that are not known: this one, or the model's if that is less."""
+    return min(cache_bucket(length), spec.target.config.max_positions + spec.step_tokens)

@@ -1,0 +1,119 @@
+"""`--dry-run` counts what a real run has, and reads no weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxspec
+from checkpoints_convert import hf_io
+from jaxspec.api import BUNDLED
+from jaxspec.commands.dry_run import Plan
+from jaxspec.engine.engine import Engine
+from jaxspec.weights import loading
+from tests.commands.conftest import Run
+
+
+def nbytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "formats"),
+    [
+        ("dflash", {}),
+        ("mtp", {"quantize": "int8", "quantize_head": "int4", "quantize_drafter": "int8"}),
+        ("dflash", {"quantize_draft_head": "int8", "dtype": "bfloat16", "kv_dtype": "fp8"}),
+    ],
+)
+def test_it_counts_the_bytes_of_a_real_engine(drafter: str, formats: dict[str, Any]) -> None:
+    target, draft = jaxspec.load(drafter=drafter, **formats)
+    engine = Engine(target, draft, batch_size=3, cache_length=640)
+    state = engine.runtime.init_state(4)
+    shapes = jaxspec.load(drafter=drafter, **formats, read_weights=False)
+    assert shapes.drafter is not None
+    assert shapes.target.model_def == target.model_def
+    assert shapes.drafter.model_def == draft.model_def
+    spec = jaxspec.runtime.runtime.make_spec(*shapes)
+    counted = Plan(spec, engine.mesh, 3, 640).footprint(3, 640)
+    assert counted.weights == nbytes((target.params, draft.params))
+    assert counted.caches == nbytes((state.caches, state.drafter))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "a text", "--cache-length", "640", "--batch-size", "3"],
+        ["bench", "--batch-size", "3", "--prompt-length", "16", "--new-tokens", "8"],
+        ["bench", "--random-weights", "e2b", "--trace", "generated", "--slots", "3"],
+    ],
+)
+def test_the_numbers_as_json(invoke: Run, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_io.HFCheckpoint, "read", None)
+    outcome = invoke(*args, "--json", "-", "--dry-run")
+    assert outcome.code == 0, outcome.stderr
+    values = json.loads(outcome.stdout)["dry_run"]
+    assert values["rows"] == 3
+    parts = dict(values["bytes_a_device"])
+    assert parts.pop("total") == sum(parts.values())
+    assert [d["device"] for d in values["fits"][1:]] == ["24 GB", "48 GB", "80 GB", "141 GB"]
+    for device in values["fits"]:
+        rows = list(device["rows_by_length"].values())
+        assert rows == sorted(rows, reverse=True)
+    assert "Rows that fit" in outcome.stderr
+
+
+def test_the_server_starts_nothing(invoke: Run) -> None:
+    outcome = invoke("serve", "--dry-run", "--slots", "4", "--cache-length", "640")
+    assert outcome.code == 0, outcome.stderr
+    assert "This run: 4 rows of 640 positions" in outcome.stdout
+
+
+def test_it_refuses_what_a_run_refuses(invoke: Run, tmp_path: Path) -> None:
+    outcome = invoke("generate", "a", "--dry-run", "--cache-length", "99999999")
+    assert outcome.code == 2
+    assert "cache_length" in outcome.stderr.replace("--cache-length", "cache_length")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    outcome = invoke("generate", "a", "--dry-run", "--json", str(rows))
+    assert outcome.code == 2
+    assert rows.read_text() == "{}\n"
+
+
+def test_of_a_hub_id_only_configs_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that is quantised tells its formats in config.json."""
+    shutil.copy(BUNDLED / "target" / "config.json", tmp_path)
+    fetched: list[str] = []
+
+    def snapshot(repo: str, *options: Any) -> Path:
+        fetched.extend(options[-1])
+        return tmp_path
+
+    monkeypatch.setattr(hf_io, "_snapshot", snapshot)
+    load: Any = dict(dtype="float32", read_weights=False)
+    found = loading.load_target("someone/something", **load)
+    assert not [name for name in fetched if "safetensors" in name or "token" in name]
+    assert found.model_def == jaxspec.load(drafter="none").target.model_def
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+            }
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    formats = dict(loading.load_target("someone/something", **load).model_def.formats)
+    assert set(formats.values()) == {"fp8"}
+    assert len(formats) > 4
