@@ -15,6 +15,7 @@ from rich.text import Text
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.output import OutputOptions, write_line
 from jaxspec.commands.startup import GPU_SHARE
+from jaxspec.options import FieldError
 from jaxspec.runtime import memory
 from jaxspec.runtime.prefill import Shapes, slots_on
 from jaxspec.runtime.runtime import cache_bucket
@@ -49,6 +50,16 @@ class Plan:
     max_prefill_tokens: int | None = None
     invariant: bool = False
     prefix_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what needs rows that are not split over devices.
+
+        Raises:
+          FieldError: naming the option.
+        """
+        for name, value in (("read_ahead", self.read_ahead), ("prefix_gib", self.prefix_bytes)):
+            if value and self.mesh.shape["data"] > 1:
+                raise FieldError(name, "needs a mesh whose data axis has one device; leave it out")
 
     def footprint(self, rows: int, length: int, read_ahead: int = 0) -> memory.Footprint:
         """Return what the run needs with so many rows of such a length."""

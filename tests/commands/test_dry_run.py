@@ -78,6 +78,9 @@ def test_it_refuses_what_a_run_refuses(invoke: Run, tmp_path: Path) -> None:
     outcome = invoke("generate", "a", "--dry-run", "--cache-length", "99999999")
     assert outcome.code == 2
     assert "cache_length" in outcome.stderr.replace("--cache-length", "cache_length")
+    outcome = invoke("serve", "--dry-run", "--prefix-gib", "0", "--prefix-host-gib", "1")
+    assert outcome.code == 2
+    assert "--prefix-host-gib" in outcome.stderr
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
     outcome = invoke("generate", "a", "--dry-run", "--json", str(rows))

@@ -26,7 +26,7 @@ from jaxspec.weights.conversion import convert
 from jaxspec.weights.loading import CheckpointError, LoadedModel, load_target
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
-from jaxspec.weights.source import HFSource, Recipe, open_hf_source, read_ahead
+from jaxspec.weights.source import HFSource, Recipe, open_configs, open_hf_source, read_ahead
 from tests.checkpoints_convert import quantised_layout as layout
 
 IGNORED = ["lm_head", r"re:.*(vision_tower|embed_vision|audio_tower).*", r"re:.*router.*"]
@@ -137,6 +137,9 @@ def test_a_file_of_each_format_is_loaded_as_the_numbers_that_it_stands_for(name,
         "experts.down",
     }
     assert len(set(formats.values())) == 1
+    # Its config alone says as much, except whether scales of 16 bits are bfloat16 or float16.
+    told = dict(open_configs(tmp_path / "hf").model_def("float32").formats)
+    assert told == {n: format.replace("-float16", "") for n, format in formats.items()}
 
 
 @pytest.mark.parametrize(("moe", "stacked"), [(".moe", False), ("", True), (".moe", True)], ids=str)

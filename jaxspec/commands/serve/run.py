@@ -49,6 +49,7 @@ from jaxspec.weights.sharding import mesh_of
 USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError)
 CACHE_LENGTH = 4096
 API_KEY = "JAXSPEC_API_KEY"
+HOLDS_NONE = "is for what no longer fits on the device: it holds none"
 
 
 def run(
@@ -143,6 +144,8 @@ def dry_run(
     prepare(models, console)
     target, drafter = load_models(models, read_weights=False)
     spec, length = sizes_of(target, drafter, programs, programs.program_features, drafting)
+    if programs.prefix_host_gib and programs.prefix_gib == 0:
+        raise FieldError("prefix_host_gib", HOLDS_NONE)
     plan = Plan(
         spec,
         mesh_of(target=target.params),
@@ -240,9 +243,7 @@ def make_engine(
     nbytes = prefix_bytes(engine, programs.prefix_gib)
     host_bytes = int(programs.prefix_host_gib * GIB)
     if host_bytes and not nbytes:
-        raise FieldError(
-            "prefix_host_gib", "is for what no longer fits on the device: it holds none"
-        )
+        raise FieldError("prefix_host_gib", HOLDS_NONE)
     if not nbytes:
         return engine
     return Engine(target, drafter, prefix_bytes=nbytes, prefix_host_bytes=host_bytes, **shared)
