@@ -22,7 +22,7 @@ from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
-from jaxspec.drafters.tree import Children, best_children, grow
+from jaxspec.drafters.selector import Block, Independent
 from jaxspec.models.attention import (
     KV_WEIGHT_AXES,
     OUT_WEIGHT_AXES,
@@ -40,7 +40,7 @@ from jaxspec.models.layers import (
 )
 from jaxspec.models.target import Target
 from jaxspec.options import Tree
-from jaxspec.sampling import argmax, draw_drafts, suppress
+from jaxspec.sampling import suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.weights.model_def import param
 from jaxspec.weights.sharding import whole_rows
@@ -70,6 +70,7 @@ class DFlashDrafter(Drafter[DFlashState]):
             [DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
         )
         self.final_norm = param(d, dtype=dtype)
+        self.selector = Independent()
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         context = tuple(kv.view(cache, lengths, view.slots) for cache in state)
         depth = num_draft_tokens if tree is None else tree.depth
         # The positions of a block see each other, so all of them are there, whichever are verified.
-        logits = self.block_logits(
+        hidden, logits = self.block(
             context,
             view.target,
             anchors,
@@ -139,23 +140,12 @@ class DFlashDrafter(Drafter[DFlashState]):
             num_wanted=view.num_verified,
         )
         logits = suppress(logits, view.suppress_tokens)
-        # Given the context and the anchor, the positions of a block are independent.
-        if draws is not None:
-            keys = draws.keys[:, : view.num_verified]
-            tokens, log_q = draw_drafts(logits, draws.sampling, keys)
-            return Draft(tokens, log_q=log_q)
-        if tree is None:
-            return Draft(argmax(logits))
+        block = Block(anchors, hidden, logits, None, self.config.vocab_size)
+        if tree is not None:
+            return self.selector.tree(block, tree, num_draft_tokens)
+        return self.selector.chain(block, draws)
 
-        def expand(level: int, tokens: Array, origins: Array, topk: int) -> tuple[int, Children]:
-            # A position has one distribution, whichever tokens stand before it in the block.
-            best = best_children(logits[:, level, None], topk)
-            wide = (*tokens.shape, topk)
-            return level + 1, Children(*(jnp.broadcast_to(x, wide) for x in best))
-
-        return grow(expand, 0, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
-
-    def block_logits(
+    def block(
         self,
         context: tuple[KVSegment, ...],
         target: Target,
@@ -164,8 +154,8 @@ class DFlashDrafter(Drafter[DFlashState]):
         *,
         num_draft_tokens: int,
         num_wanted: int | None = None,
-    ) -> Float[Array, "B G V"]:
-        """Return the logits of the masked positions of a block.
+    ) -> tuple[Float[Array, "B G D"], Float[Array, "B G V"]]:
+        """Return hidden states and logits of the masked positions of a block.
 
         Args:
           context: each layer's keys and values at positions below `lengths`.
@@ -183,7 +173,11 @@ class DFlashDrafter(Drafter[DFlashState]):
                 x = layer(x, positions, segment)
             last = None if num_wanted is None else num_wanted + 1
             x = rms_norm(x[:, 1:last], self.final_norm[...], c.rms_norm_eps)
-            return softcap(self.head_logits(x, target), self.softcap)
+            return x, softcap(self.head_logits(x, target), self.softcap)
+
+    def block_logits(self, *args: Any, **options: Any) -> Float[Array, "B G V"]:
+        """Return the logits of `block`, which has the arguments."""
+        return self.block(*args, **options)[1]
 
     def head_logits(self, x: Float[Array, "B G D"], target: Target) -> Float[Array, "B G V"]:
         """Multiply normed rows of a block by the head, which is the target's."""

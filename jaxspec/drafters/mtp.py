@@ -28,7 +28,8 @@ from jaxspec.cache import KVSegment
 from jaxspec.configs.base import LayerType
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
-from jaxspec.drafters.tree import Children, best_children, grow
+from jaxspec.drafters.chain import Choices, expand_of, walk
+from jaxspec.drafters.tree import grow
 from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend, project_qkv
 from jaxspec.models.layers import (
     GatedMLP,
@@ -44,7 +45,6 @@ from jaxspec.models.target import Target
 from jaxspec.models.xla import multiply_rows, traced_once
 from jaxspec.options import Tree
 from jaxspec.quantised.kv import KVStorage
-from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.weights.model_def import param
 from jaxspec.weights.sharding import whole_rows
@@ -61,17 +61,6 @@ MOST_RANKED = 4
 
 # The longest chain of drafts, which is that of a DFlash block. Assistants themselves have no limit.
 MAX_DRAFT_TOKENS = 15
-
-
-class Choices(NamedTuple):
-    """The candidates of one draft step.
-
-    Attributes:
-      tokens: the token of each logit; None when the logits are of all tokens, in order.
-    """
-
-    logits: Float[Array, "B F C"]
-    tokens: Int[Array, "B F C"] | None
 
 
 class FrozenKV(NamedTuple):
@@ -162,36 +151,22 @@ class MTPDrafter(Drafter[MTPState]):
         )
         states = (state if view.slots is None else state[view.slots])[:, None]
 
-        def expand(
-            states: Float[Array, "B E D"],
-            tokens: Int[Array, "B F"],
-            origins: Int[Array, "B F"],
-            topk: int,
-        ) -> tuple[Float[Array, "B F D"], Children]:
-            states = jnp.take_along_axis(states, origins[:, :, None], axis=1)
+        def step(
+            states: Float[Array, "B E D"], tokens: Int[Array, "B F"], origins: Int[Array, "B F"]
+        ) -> tuple[Float[Array, "B F D"], Choices]:
+            if tree is not None:
+                states = jnp.take_along_axis(states, origins[:, :, None], axis=1)
             hidden, states = self.step(view.target, tokens, states, frozen)
-            choices = self.choices(hidden, view.suppress_tokens)
-            best = best_children(choices.logits, topk)
-            return states, best._replace(tokens=_tokens_of(choices, best.tokens))
+            return states, self.choices(hidden, view.suppress_tokens)
 
         if tree is not None:
-            return grow(expand, states, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
-        tokens, drafts, log_qs = anchors[:, None], [], []
+            begin = expand_of(step), states, anchors
+            return grow(*begin, tree=tree, num_draft_tokens=num_draft_tokens)
         # Each draft follows from those before it alone, so the chain may end early.
-        for i in range(num_draft_tokens if view.num_verified is None else view.num_verified):
-            hidden, states = self.step(view.target, tokens, states, frozen)
-            choices = self.choices(hidden, view.suppress_tokens)
-            if draws is None:
-                index = argmax(choices.logits)
-            else:
-                index, log_q = draw_drafts(choices.logits, draws.sampling, draws.keys[:, i, None])
-                log_qs.append(_over_vocabulary(choices, log_q, self.config.vocab_size))
-            tokens = _tokens_of(choices, index[..., None])[..., 0]
-            drafts.append(tokens)
-        return Draft(
-            jnp.concatenate(drafts, axis=1),
-            log_q=jnp.concatenate(log_qs, axis=1) if log_qs else None,
-        )
+        wanted = num_draft_tokens if view.num_verified is None else view.num_verified
+        vocab_size = self.config.vocab_size
+        options: Any = dict(num_draft_tokens=wanted, vocab_size=vocab_size, draws=draws)
+        return walk(step, states, anchors, **options)
 
     def step(
         self,
@@ -291,27 +266,6 @@ def ranked_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]
     rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)
     placed = rank[..., None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]
     return jnp.max(jnp.where(placed, index, 0), axis=-1)
-
-
-def _tokens_of(choices: Choices, index: Int[Array, "B F K"]) -> Int[Array, "B F K"]:
-    if choices.tokens is None:
-        return index
-    return jnp.take_along_axis(choices.tokens, index, axis=-1)
-
-
-def _over_vocabulary(
-    choices: Choices, log_q: Float[Array, "B F C"], vocab_size: int
-) -> Float[Array, "B F V"]:
-    """Return log-probabilities of the whole vocabulary, -inf for tokens outside of `choices`."""
-    if choices.tokens is None:
-        return log_q
-    b, f, _ = log_q.shape
-    rows, nodes = (
-        jnp.arange(b, dtype=jnp.int32)[:, None, None],
-        jnp.arange(f, dtype=jnp.int32)[None, :, None],
-    )
-    nothing = jnp.full((b, f, vocab_size), -jnp.inf, log_q.dtype)
-    return nothing.at[rows, nodes, choices.tokens].set(log_q)
 
 
 class MTPLayer(nnx.Module):
