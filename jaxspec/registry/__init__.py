@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxspec.configs.drafter_methods import refuse_other_methods
 from jaxspec.configs.fields import WORDS, ConfigError, read
 from jaxspec.options import shown
 from jaxspec.registry import dflash, gemma4, mtp, qwen3
@@ -91,12 +92,16 @@ def recognise(config: Mapping[str, Any]) -> Family:
     Drafters are tried first, because the files of some have the `model_type` of a target.
 
     Raises:
-      ConfigError: no family has this model type or one of these architectures.
+      ConfigError: no family has this model type or one of these architectures; or it is a drafter of
+        a method that jaxspec knows and does not run.
     """
     read(config, "model_type", WORDS, None)
-    for family in (*families("drafter"), *families("target")):
-        if family.recognises(config):
-            return family
+    known = (f for f in (*families("drafter"), *families("target")) if f.recognises(config))
+    family = next(known, None)
+    if family is None or family in _OWN:  # files of other methods have their types
+        refuse_other_methods(config)
+    if family is not None:
+        return family
     architectures = [word for family in families() for word in family.architectures]
     model_types = [word for family in families() for word in family.model_types]
     raise ConfigError(
@@ -111,5 +116,6 @@ def presets() -> dict[str, ModelConfig]:
     return {name: config for f in families("target") for name, config in f.presets.items()}
 
 
-for _family in (gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, mtp.FAMILY):
+_OWN = (gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, mtp.FAMILY)
+for _family in _OWN:
     register(_family)

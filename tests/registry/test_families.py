@@ -307,3 +307,40 @@ def test_a_converted_target_of_before_the_registry_loads(tmp_path: Path):
     file.write_text(json.dumps({**manifest, "kind": "nobody"}))
     with pytest.raises(CheckpointError, match="is corrupt: family 'nobody' is not known"):
         load_target(str(tmp_path / "ours"), dtype="float32")
+
+
+_ZLAB = hf_layout.DRAFTERS["qwen3-8b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, r"DFlash \(speculators container\)"),
+        ({"speculators_model_type": "eagle3"}, r"EAGLE-3 \(speculators container\)"),
+        ({"speculators_model_type": "hydra"}, r"hydra \(speculators container\)"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "DSpark drafter .architecture Qwen3DSparkModel"),
+        ({"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, "DSpark"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorr"),
+        ({"architectures": ["Qwen3XPressModel"]}, "XPress"),
+        ({"architectures": ["DSpineDraftModel"]}, "DSpine"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "EAGLE-3"),
+        ({"markov_rank": 0}, "DSpark drafter .markov_rank"),
+        ({"selector_rank": 256}, "DFlash2"),
+        ({"xpress_rank": 256}, "XPress"),
+        ({"dspine_config": {}}, "DSpine"),
+        ({"dflash_config": {"lilicorr_num_layers": 2}}, r"LiLiCorr .* .dflash_config\.lilicorr"),
+        ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
+        ({"dflash_architecture_config": {"projector_type": "dspark"}}, "DSpark"),
+    ],
+)
+def test_drafters_of_other_methods_are_refused_by_their_name(change: dict[str, Any], message: str):
+    """Some have the architecture or the model type of what runs; a tensor was named, or a key."""
+    assert registry.recognise(_ZLAB).name == "dflash"
+    assert registry.recognise(_ZLAB | {"projector_type": "dflash"}).name == "dflash"
+    with pytest.raises(ConfigError, match=message):
+        registry.recognise(_ZLAB | change)
+
+
+def test_a_family_of_ones_own_may_be_of_such_a_method():
+    assert registry.recognise(DRAFTER | {"markov_rank": 4}) is entries.DRAFTER

@@ -1,0 +1,89 @@
+"""The names of drafters that jaxspec does not run, and how their config.json shows them.
+
+Many of them have the architecture or the model type of a model that it does run, with tensors that it
+would refuse one by one. Read `refuse_other_methods`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.configs.fields import WORDS, ConfigError, object_of, read, words_of
+
+_WORDS = {
+    "dflare": "DFlare",
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "domino": "Domino",
+    "dspark": "DSpark",
+    "dspine": "DSpine",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE-3",
+    "lilicorr": "LiLiCorr",
+    "peagle": "P-EAGLE",
+    "xpress": "XPress",
+}
+"""Methods by the words of `speculators_model_type` and `projector_type`."""
+
+_KEYS = {
+    "dflare_": "DFlare",
+    "domino_": "Domino",
+    "dspine_config": "DSpine",
+    "lilicorr_": "LiLiCorr",
+    "xpress_": "XPress",
+    "conv_kernel_size": "DFlash2",
+    "selector_rank": "DFlash2",
+    "markov_rank": "DSpark",
+}
+"""Methods by how a key of theirs begins."""
+
+_ARCHITECTURES = {
+    "DFlare": "DFlare",
+    "DFlash2": "DFlash2",
+    "DSpark": "DSpark",
+    "DSpine": "DSpine",
+    "Domino": "Domino",
+    "Eagle3": "EAGLE-3",
+    "LiLiCorr": "LiLiCorr",
+    "XPress": "XPress",
+}
+"""Methods by a part of the name of an architecture."""
+
+_OBJECTS = ("dflash_config", "dflash_architecture_config")
+
+
+def refuse_other_methods(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json of a drafter of another method, or in another container, by its name.
+
+    Raises:
+      ConfigError: naming the method, and the key that shows it.
+    """
+    if (of_method := _method_of(config)) is not None:
+        method, sign = of_method
+        raise ConfigError(
+            f"config.json is of a {method} drafter ({sign}), which jaxspec does not run. It drafts "
+            "with DFlash in z-lab's layout and with Gemma 4's MTP assistants: take such a drafter "
+            "of this target, or none"
+        )
+
+
+def _method_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the name of a method, and the key or the word that shows it."""
+    if (word := read(config, "speculators_model_type", WORDS, None)) is not None:
+        sign = f"speculators_model_type {word}"
+        return f"{_WORDS.get(word.lower(), word)} (speculators container)", sign
+    parts = {"": config, **{f"{name}.": object_of(config, name) for name in _OBJECTS}}
+    for where, part in parts.items():
+        word = read(part, "projector_type", WORDS, None)
+        if (method := _WORDS.get(word)) not in (None, "DFlash"):
+            return method, f"{where}projector_type {word}"
+        for begin, method in _KEYS.items():
+            key = next((k for k, v in part.items() if k.startswith(begin) and v is not None), None)
+            if key is not None:
+                return method, f"{where}{key}"
+    for name in words_of(config, "architectures"):
+        method = next((m for mark, m in _ARCHITECTURES.items() if mark in name), None)
+        if method is not None:
+            return method, f"architecture {name}"
+    return None
