@@ -35,6 +35,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 ADAPTER_FILE = "adapter_config.json"

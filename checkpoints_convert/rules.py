@@ -137,6 +137,13 @@ same = Transform(
 integers = Transform("integers", same.to_param, same.to_sources, integers=True)
 """Copies token ids as they are."""
 
+scalars = Transform(
+    "scalars",
+    lambda sources, shape: _join([source.reshape(1) for source in sources]),
+    lambda x, count: tuple(x[i].reshape(()) for i in range(count)),
+)
+"""Joins single numbers, each a tensor without axes, into one axis."""
+
 permutation = Transform("permutation", same.to_param, same.to_sources, integers=True)
 """Copies an ordering of all tokens as it is. Conversion checks that no token is left out."""
 
@@ -284,7 +291,7 @@ class Fill:
 
     def to_sources(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
         parts = self.transform.to_sources(param.view(_bits(param.dtype)), len(self.sources))
-        return tuple(np.ascontiguousarray(part).view(param.dtype) for part in parts)
+        return tuple(np.asarray(part, order="C").view(param.dtype) for part in parts)
 
     def source_shapes(self) -> tuple[Shape, ...]:
         return _source_shapes(self.transform, self.shape, len(self.sources))

@@ -185,6 +185,7 @@ UPWARD = {
     # A family imports its module when it is asked for it.
     ("jaxspec.registry.dflash", "jaxspec.drafters.dflash"),
     ("jaxspec.registry.gemma4", "jaxspec.models.gemma4"),
+    ("jaxspec.registry.gemma4_vision", "jaxspec.models.gemma4_vision"),
     ("jaxspec.registry.mtp", "jaxspec.drafters.mtp"),
     ("jaxspec.registry.qwen3", "jaxspec.models.qwen3"),
 }

@@ -1,7 +1,7 @@
 """The registry of families. A family is one kind of model.
 
-An entry holds everything that is special to its family. The entries are `gemma4`, `qwen3`, `dflash`
-and `mtp`. `base` defines what an entry holds. To add a target or a drafter, write its module, its
+An entry holds everything that is special to its family. The entries are `gemma4`, `qwen3`, `dflash`,
+`mtp` and `gemma4_vision`. `base` defines what an entry holds. To add a target or a drafter, write its module, its
 table of conversion rules and an entry, and call `register`. Nothing outside this folder checks the
 class of a config.
 
@@ -12,13 +12,21 @@ function, so importing this package does not import JAX.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jaxspec.configs.drafter_methods import refuse_other_methods
 from jaxspec.configs.fields import WORDS, ConfigError, read
 from jaxspec.options import shown
-from jaxspec.registry import dflash, gemma4, mtp, qwen3
-from jaxspec.registry.base import Assumption, Change, Conventions, Family, ModelConfig, WeightChange
+from jaxspec.registry import dflash, gemma4, gemma4_vision, mtp, qwen3
+from jaxspec.registry.base import (
+    Assumption,
+    Change,
+    Conventions,
+    Family,
+    ModelConfig,
+    Role,
+    WeightChange,
+)
 
 __all__ = [
     "Assumption",
@@ -32,6 +40,7 @@ __all__ = [
     "get_family",
     "presets",
     "recognise",
+    "recognise_vision",
     "register",
 ]
 
@@ -56,7 +65,7 @@ def register(family: Family) -> Family:
     return family
 
 
-def families(role: Literal["target", "drafter"] | None = None) -> tuple[Family, ...]:
+def families(role: Role | None = None) -> tuple[Family, ...]:
     """Return all entries, or only those of one role, in order of registration."""
     return tuple(f for f in _FAMILIES.values() if role in (None, f.role))
 
@@ -96,14 +105,15 @@ def recognise(config: Mapping[str, Any]) -> Family:
         a method that jaxspec knows and does not run.
     """
     read(config, "model_type", WORDS, None)
-    known = (f for f in (*families("drafter"), *families("target")) if f.recognises(config))
-    family = next(known, None)
+    recognised = (f for f in (*families("drafter"), *families("target")) if f.recognises(config))
+    family = next(recognised, None)
     if family is None or family in _OWN:  # files of other methods have their types
         refuse_other_methods(config)
     if family is not None:
         return family
-    architectures = [word for family in families() for word in family.architectures]
-    model_types = [word for family in families() for word in family.model_types]
+    known = (*families("target"), *families("drafter"))
+    architectures = [word for family in known for word in family.architectures]
+    model_types = [word for family in known for word in family.model_types]
     raise ConfigError(
         f"config.json has model_type {shown(config.get('model_type'))} (architectures "
         f"{shown(config.get('architectures'))}); a model must have one of the types {', '.join(model_types)} "
@@ -111,11 +121,23 @@ def recognise(config: Mapping[str, Any]) -> Family:
     )
 
 
+def recognise_vision(config: Mapping[str, Any]) -> tuple[Family, ModelConfig] | None:
+    """Return the family and the config of the vision part of a parsed config.json; None for none.
+
+    Raises:
+      ConfigError: the vision part uses a feature that its module does not have.
+    """
+    for family in families("vision"):
+        if family.recognises(config) and (found := family.read(config, None)) is not None:
+            return family, found
+    return None
+
+
 def presets() -> dict[str, ModelConfig]:
     """Return the released sizes of all targets, by name."""
     return {name: config for f in families("target") for name, config in f.presets.items()}
 
 
-_OWN = (gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, mtp.FAMILY)
+_OWN = (gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, mtp.FAMILY, gemma4_vision.FAMILY)
 for _family in _OWN:
     register(_family)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from jaxspec.registry.costs import DraftStep, StepCost
     from jaxspec.shapes import Params
 
+Role = Literal["target", "drafter", "vision"]
+"""What a model does: a target; a drafter; a vision part, which embeds images for a target."""
+
 ModelConfig = Any
 """A family's own config, a frozen dataclass.
 
@@ -35,7 +38,7 @@ class Family:
       config: the class of its configs. No other family has this class.
       read: makes a config from the parsed config.json and generation_config.json. The latter is
         None if the checkpoint has no such file. Raises `ConfigError` if the files need a feature
-        that the module does not have.
+        that the module does not have. Of a vision part it returns None if the checkpoint has none.
       module: imports and returns the class that `ModelDef` binds.
       rules: imports and returns the table of conversion rules, for a config and the names of its
         parameters.
@@ -56,7 +59,7 @@ class Family:
     """
 
     name: str
-    role: Literal["target", "drafter"]
+    role: Role
     title: str
     config: type[Any]
     read: Callable[[Mapping[str, Any], Mapping[str, Any] | None], ModelConfig]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +39,19 @@ from jaxspec.weights.arrays import (
     stored_arrays,
 )
 from jaxspec.weights.atomic_dir import atomic_directory
-from jaxspec.weights.define import quantised_def
+from jaxspec.weights.define import model_def_of, quantised_def
 from jaxspec.weights.finite import checked
 from jaxspec.weights.manifest import MANIFEST, Manifest
 from jaxspec.weights.memory import check_host_fits
-from jaxspec.weights.source import open_hf_source, parameter_shapes, rule_set
+from jaxspec.weights.model_def import ModelDef
+from jaxspec.weights.native import VISION
+from jaxspec.weights.source import (
+    HFSource,
+    open_hf_source,
+    open_hf_vision,
+    parameter_shapes,
+    rule_set,
+)
 
 Progress = Callable[[str, int, int], None]
 """Called after every parameter with its name, the bytes done so far, and the total bytes."""
@@ -115,76 +124,109 @@ def convert(
         if (directory / MANIFEST).is_file():
             raise CheckpointError(f"{directory} is converted already; --to-hf is the way back")
         opened = open_hf_source(directory)
-        fills = opened.plan.fills
-        total = sum(opened.nbytes(fill) for fill in fills)
+        vision = open_hf_vision(directory) if opened.family.role == "target" else None
+        parts = [opened] if vision is None else [opened, vision]
+        total = sum(part.nbytes(fill) for part in parts for fill in part.plan.fills)
         done = 0
+
+        def count(part: HFSource, fill: Fill) -> None:
+            nonlocal done
+            done += part.nbytes(fill)
+            if progress is not None:
+                progress(fill.path, done, total)
+
+        for part in parts:
+            _check_memory(part.plan.fills, part.dtype_of)
         stored = opened.model_def(dtype or "bfloat16", quantize)
         model_def = quantised_def(stored, str(directory), quantize, quantize_head, "quantize")
-
-        def stored_as(fill: Fill) -> np.dtype:
-            stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
-            return fill.cast(stored)
-
-        def lazily(fill: Fill) -> LazyArray | LazyWeight:
-            def read() -> np.ndarray | QuantisedArray:
-                nonlocal done
-                array = opened.read(fill, model_def, stored_as(fill), see)
-                done += opened.nbytes(fill)
-                if progress is not None:
-                    progress(fill.path, done, total)
-                return array
-
-            def quantised() -> QuantisedArray:
-                made = read()
-                if isinstance(made, QuantisedArray):
-                    return made
-                packed = model_def.pack(fill.path, jnp.asarray(made))
-                return jax.tree.map(np.asarray, packed)
-
-            abstract = expected[fill.path]
-            if isinstance(abstract, QuantisedArray):
-                return LazyWeight(abstract, quantised)
-            return LazyArray(fill.shape, stored_as(fill), read)  # type: ignore[arg-type]
-
-        _check_memory(fills, opened.dtype_of)
+        skipped = dict(opened.skipped)
+        if vision is not None:
+            used = {name for fill in vision.plan.fills for name in vision.tensors_of(fill)}
+            skipped = {name: why for name, why in skipped.items() if name not in used}
         kv_scales = opened.kv_scales()  # refused before anything is written
-        expected = model_def.abstract_params()
-        weights = {fill.path: lazily(fill) for fill in fills}
-        with checked(directory) as see:
-            save_params(temporary, weights)
+        about: dict[str, Any] = dict(source=str(source), revision=revision)
+        if vision is not None:
+            (inside := temporary / VISION).mkdir()
+            of_numbers = model_def_of(vision.config, dtype or "bfloat16")
+            _write_part(vision, of_numbers, inside, dtype, count, **about, skipped=[])
         _copy_files(directory, temporary)
-        of_floats = [fill for fill in fills if not fill.transform.integers]
-        dtypes = {stored_as(fill).name for fill in of_floats}
-        compute = "float32" if "float32" in dtypes else "bfloat16"
-        Manifest(
-            kind=opened.family.name,
-            config=opened.config,
-            generation=opened.generation,
-            source=str(source),
-            revision=revision,
-            dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
-            tensors={
-                name: opened.checkpoint.tensors[name].dtype
-                for fill in fills
-                for name in opened.tensors_of(fill)
-            },
-            skipped=sorted(opened.skipped),
-            measured_acceptance=opened.checkpoint.config.get(FIELD),
-            formats=dict(model_def.formats) or None,
-            compute_dtype=compute if model_def.formats else None,
-            cache_dtype=compute if model_def.formats else None,
-            kv_scales=kv_scales,
-        ).write(temporary)
+        about |= dict(kv_scales=kv_scales, skipped=sorted(skipped))
+        _write_part(opened, model_def, temporary, dtype, count, **about)
     return Report(
         opened.family.name,
         Path(destination),
-        sum(len(opened.tensors_of(fill)) for fill in fills),
-        len(fills),
+        sum(len(part.tensors_of(fill)) for part in parts for fill in part.plan.fills),
+        sum(len(part.plan.fills) for part in parts),
         total,
         time.perf_counter() - started,
-        dict(Counter(opened.skipped.values())),
+        dict(Counter(skipped.values())),
         left_behind,
     )
+
+
+def _write_part(
+    opened: HFSource,
+    model_def: ModelDef,
+    directory: Path,
+    dtype: str | None,
+    count: Callable[[HFSource, Fill], None],
+    **about: Any,
+) -> None:
+    """Write one model of a checkpoint into an empty directory: its arrays, then its manifest.
+
+    Args:
+      model_def: with the formats that weights are stored in.
+      dtype: as in `convert`.
+      count: called after each parameter.
+      about: fields of the manifest.
+    """
+
+    def stored_as(fill: Fill) -> np.dtype:
+        stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
+        return fill.cast(stored)
+
+    def lazily(fill: Fill) -> LazyArray | LazyWeight:
+        def read() -> np.ndarray | QuantisedArray:
+            array = opened.read(fill, model_def, stored_as(fill), see)
+            count(opened, fill)
+            return array
+
+        def quantised() -> QuantisedArray:
+            made = read()
+            if isinstance(made, QuantisedArray):
+                return made
+            packed = model_def.pack(fill.path, jnp.asarray(made))
+            return jax.tree.map(np.asarray, packed)
+
+        abstract = expected[fill.path]
+        if isinstance(abstract, QuantisedArray):
+            return LazyWeight(abstract, quantised)
+        return LazyArray(fill.shape, stored_as(fill), read)  # type: ignore[arg-type]
+
+    fills, source = opened.plan.fills, opened.checkpoint.directory
+    expected = model_def.abstract_params()
+    weights = {fill.path: lazily(fill) for fill in fills}
+    with checked(source) as see:
+        save_params(directory, weights)
+    of_floats = [fill for fill in fills if not fill.transform.integers]
+    dtypes = {stored_as(fill).name for fill in of_floats}
+    compute = "float32" if "float32" in dtypes else "bfloat16"
+    Manifest(
+        kind=opened.family.name,
+        config=opened.config,
+        generation=opened.generation,
+        dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
+        tensors={
+            name: opened.checkpoint.tensors[name].dtype
+            for fill in fills
+            for name in opened.tensors_of(fill)
+        },
+        measured_acceptance=opened.checkpoint.config.get(FIELD),
+        formats=dict(model_def.formats) or None,
+        compute_dtype=compute if model_def.formats else None,
+        cache_dtype=compute if model_def.formats else None,
+        **about,
+    ).write(directory)
 
 
 # --- to Hugging Face -----------------------------------------------------------------------------
@@ -210,44 +252,58 @@ def to_hf(
     directory = Path(source)
     if not (directory / MANIFEST).is_file():
         raise CheckpointError(f"{directory} is not a directory of ours: it has no {MANIFEST}")
-    manifest = Manifest.read(directory)
-    refuse_quantised(dict(manifest.formats or {}), str(directory))
-    shapes = parameter_shapes(manifest.config)
-    check_tree(directory, shapes)
-    rules = rule_set(manifest.config, shapes)
-    fills = fills_for(rules, shapes, find_prefix(rules, manifest.tensors))
-    if {name for fill in fills for name in fill.sources} != set(manifest.tensors):
-        raise CheckpointError(
-            f"{directory} was made of tensors in another layout, such as experts one by one or "
-            "GGUF, which "
-            "is not written back: take the checkpoint that it was converted from, or write the "
-            "layout of "
-            "the releases with save_hf"
-        )
-    stored = stored_arrays(directory)
-    _check_memory(fills, lambda fill: stored[fill.path].dtype)
-    arrays = read_params(directory, [fill.path for fill in fills])
+    parts = [_Stored(directory)]
+    if (directory / VISION / MANIFEST).is_file():
+        parts.append(_Stored(directory / VISION))
+    manifest = parts[0].manifest
     with atomic_directory(Path(destination)) as (temporary, left_behind):
-        total = hf_io.write_tensors(
-            temporary,
-            [_group(fill, manifest.tensors, lambda: next(arrays)) for fill in fills],
-            progress,
-        )
-        for _ in arrays:  # none is left: at its end the reader refuses what is not finite
-            pass
+        groups = [group for part in parts for group in part.groups()]
+        total = hf_io.write_tensors(temporary, groups, progress)
+        for part in parts:
+            for _ in part.arrays:  # none is left: at its end the reader refuses what is not finite
+                pass
         _copy_files(directory, temporary)
         if manifest.measured_acceptance not in (None, read_acceptance(temporary)):  # recorded since
             write_acceptance(temporary, manifest.measured_acceptance)
     return Report(
         manifest.kind,
         Path(destination),
-        len(manifest.tensors),
-        len(fills),
+        sum(len(part.manifest.tensors) for part in parts),
+        sum(len(part.fills) for part in parts),
         total,
         time.perf_counter() - started,
         {"not kept by the conversion": len(manifest.skipped)} if manifest.skipped else {},
         left_behind,
     )
+
+
+class _Stored:
+    """One model of a directory of ours, which can be written back as tensors."""
+
+    def __init__(self, directory: Path):
+        self.manifest = Manifest.read(directory)
+        refuse_quantised(dict(self.manifest.formats or {}), str(directory))
+        shapes = parameter_shapes(self.manifest.config)
+        check_tree(directory, shapes)
+        rules = rule_set(self.manifest.config, shapes)
+        self.fills = fills_for(rules, shapes, find_prefix(rules, self.manifest.tensors))
+        if {name for fill in self.fills for name in fill.sources} != set(self.manifest.tensors):
+            raise CheckpointError(
+                f"{directory} was made of tensors in another layout, such as experts one by one or "
+                "GGUF, which "
+                "is not written back: take the checkpoint that it was converted from, or write the "
+                "layout of "
+                "the releases with save_hf"
+            )
+        stored = stored_arrays(directory)
+        _check_memory(self.fills, lambda fill: stored[fill.path].dtype)
+        self.arrays = read_params(directory, [fill.path for fill in self.fills])
+
+    def groups(self) -> list[hf_io.Group]:
+        """Return the tensors of each parameter. They have to be made in order."""
+        return [
+            _group(fill, self.manifest.tensors, lambda: next(self.arrays)) for fill in self.fills
+        ]
 
 
 def refuse_quantised(formats: Mapping[str, str], where: str) -> None:
@@ -279,20 +335,23 @@ def write_weights(
       prefix: the prefix of the tensor names: "model." for a text-only target, "" for a drafter.
       dtype: the dtype of all written tensors except integers, "float32" or "bfloat16".
     """
+    hf_io.write_tensors(directory, tensor_groups(config, params, prefix, dtype))
+
+
+def tensor_groups(
+    config: ModelConfig, params: Mapping[str, Array], prefix: str, dtype: str
+) -> list[hf_io.Group]:
+    """Return parameters as the tensors that `write_weights` writes. Arguments are as there."""
     shapes = parameter_shapes(config)
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
-    fills = fills_for(rule_set(config, shapes), shapes, prefix)
-    hf_io.write_tensors(
-        directory,
-        [
-            _group(
-                fill,
-                dict.fromkeys(fill.sources, "I64" if fill.transform.integers else stored),
-                lambda f=fill: np.asarray(params[f.path]),
-            )
-            for fill in fills
-        ],
-    )
+    return [
+        _group(
+            fill,
+            dict.fromkeys(fill.sources, "I64" if fill.transform.integers else stored),
+            lambda f=fill: np.asarray(params[f.path]),
+        )
+        for fill in fills_for(rule_set(config, shapes), shapes, prefix)
+    ]
 
 
 def _group(fill: Fill, dtypes: Mapping[str, str], load: Callable[[], np.ndarray]) -> hf_io.Group:

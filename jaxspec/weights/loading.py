@@ -21,13 +21,13 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import Family, ModelConfig, families
 from jaxspec.shapes import Params
-from jaxspec.weights.define import quantised_def, with_kv_dtype
+from jaxspec.weights.define import model_def_of, quantised_def, with_kv_dtype
 from jaxspec.weights.manifest import MANIFEST
 from jaxspec.weights.memory import check_weights_fit
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.native import open_native_source
+from jaxspec.weights.native import VISION, open_native_source, open_native_vision
 from jaxspec.weights.sharding import make_mesh
-from jaxspec.weights.source import WeightSource, open_configs, open_hf_source
+from jaxspec.weights.source import WeightSource, open_configs, open_hf_source, open_hf_vision
 from jaxspec.weights.trees import flat_params
 
 __all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "load_target"]
@@ -43,6 +43,7 @@ class LoadedModel:
     generation: GenerationDefaults | None  # None for drafters
     directory: Path  # local, with the tokenizer files
     source: str  # the `source` that was passed to the loader
+    vision: LoadedModel | None = None  # of a target: what embeds images for it
 
     def __repr__(self) -> str:
         """Return one line. The weights are left out, because they would fill pages."""
@@ -75,6 +76,7 @@ def load_target(
     quantize_head: str | None = None,
     kv_dtype: str | None = None,
     drafter: LoadedModel | None = None,
+    vision: bool = False,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -98,6 +100,9 @@ def load_target(
       kv_dtype: of keys and values in caches, "bfloat16", "float32" or "fp8"; None for `dtype`. fp8
         takes the scales of the checkpoint, if it has any.
       drafter: the drafter that is to draft for it.
+      vision: whether to load the vision part of the checkpoint too, if it has one. It is never
+        quantised: what a file holds quantised becomes numbers. Nothing of it is loaded without
+        `read_weights`.
       read_weights: False for shapes in place of weights, to count memory. Of a hub id only the
         config files are fetched then.
 
@@ -115,6 +120,7 @@ def load_target(
         formats,
         kv_dtype,
         drafter,
+        vision,
         revision,
         token,
         offline,
@@ -140,7 +146,18 @@ def load_drafter(
     """
     formats = (quantize, quantize)
     hub = revision, token, offline, mesh, read_weights
-    return _load("drafter", source, dtype, formats, None, None, *hub)
+    return _load("drafter", source, dtype, formats, None, None, False, *hub)
+
+
+def open_vision(directory: Path) -> WeightSource | None:
+    """Open the vision part of a directory of ours or of Hugging Face's. Return None if it has none.
+
+    Raises:
+      CheckpointError, ConfigError: as `open_source`.
+    """
+    if (directory / MANIFEST).is_file():
+        return open_native_vision(directory)
+    return open_hf_vision(directory)
 
 
 def _load(
@@ -150,6 +167,7 @@ def _load(
     formats: tuple[str | None, str | None],
     kv_dtype: str | None,
     drafter: LoadedModel | None,
+    vision: bool,
     revision: str | None,
     token: str | None,
     offline: bool,
@@ -171,9 +189,12 @@ def _load(
     model_def = quantised_def(stored, source, *formats, option)
     kv_scales = checkpoint.kv_scales() if kv_dtype == "fp8" else None
     model_def = with_kv_dtype(model_def, kv_dtype, kv_scales)
+    of_images = open_vision(directory) if vision and read_weights else None
+    vision_def = None if of_images is None else model_def_of(of_images.config, dtype)
+    beside = () if vision_def is None else (vision_def,)
     params: Params = {}
     if read_weights:
-        check_weights_fit(model_def, mesh or _default_mesh())
+        check_weights_fit(model_def, mesh or _default_mesh(), *beside)
         for name, weight in checkpoint.weights(model_def, mesh):
             is_packed = isinstance(weight, QuantisedArray)
             params[name] = weight if is_packed else model_def.pack(name, weight)
@@ -181,9 +202,15 @@ def _load(
         params = model_def.adopt(params)
     else:
         params = model_def.placed_shapes(mesh or _default_mesh())
-    return LoadedModel(
+    loaded = LoadedModel(
         model_def, params, checkpoint.config, checkpoint.generation, directory, source
     )
+    if of_images is None or vision_def is None:
+        return loaded
+    at = directory / VISION if (directory / MANIFEST).is_file() else directory
+    of_vision = dict(of_images.weights(vision_def, mesh))
+    embedder = LoadedModel(vision_def, of_vision, of_images.config, None, at, source)
+    return dataclasses.replace(loaded, vision=embedder)
 
 
 def open_source(directory: Path) -> WeightSource:

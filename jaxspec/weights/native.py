@@ -13,7 +13,7 @@ from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import Family, ModelConfig, get_family
 from jaxspec.shapes import Array
 from jaxspec.weights.arrays import restore_weights
-from jaxspec.weights.manifest import Manifest
+from jaxspec.weights.manifest import MANIFEST, Manifest
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.source import WeightSource
 
@@ -56,3 +56,17 @@ def open_native_source(directory: Path) -> NativeSource:
     manifest = Manifest.read(directory)
     family = get_family(manifest.kind)
     return NativeSource(directory, manifest, family, manifest.config, manifest.generation)
+
+
+VISION = "vision"
+"""The directory, inside that of a target, which holds its vision part in the same format."""
+
+
+def open_native_vision(directory: Path) -> NativeSource | None:
+    """Open the vision part of a target's directory in jaxspec's format. Return None if it has none.
+
+    Raises:
+      CheckpointError: its manifest is corrupt.
+    """
+    inside = directory / VISION
+    return open_native_source(inside) if (inside / MANIFEST).is_file() else None

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.rules import fills_for
 from jaxspec.quantised import QuantisedArray
@@ -25,12 +26,13 @@ from jaxspec.shapes import Array, Params
 from jaxspec.weights.arrays import LazyArray, LazyWeight, save_params
 from jaxspec.weights.atomic_dir import atomic_directory
 from jaxspec.weights.bridge import checkpoint_prefix
-from jaxspec.weights.conversion import _copy_files, refuse_quantised, write_weights
+from jaxspec.weights.conversion import _copy_files, refuse_quantised, tensor_groups
 from jaxspec.weights.define import model_def_of
 from jaxspec.weights.draft_head import refuse_copy
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.manifest import MANIFEST, Manifest
 from jaxspec.weights.model_def import ModelDef
+from jaxspec.weights.native import VISION
 from jaxspec.weights.source import open_hf_source, parameter_shapes, rule_set
 from jaxspec.weights.trees import flat_params
 
@@ -54,36 +56,45 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
     """
     refuse_copy(model)
     params, dtype = _checked(model, params)
+    with atomic_directory(Path(directory)) as (temporary, _):
+        if model.vision is not None:
+            (inside := temporary / VISION).mkdir()
+            _write(inside, model.vision, *_checked(model.vision, None))
+        _copy_files(model.directory, temporary)
+        _write(temporary, model, params, dtype)
+
+
+def _write(directory: Path, model: LoadedModel, params: Params, dtype: str) -> None:
+    """Write one model into a directory: its arrays, then its manifest."""
     config = model.config
     shapes = parameter_shapes(config)
     fills = fills_for(rule_set(config, shapes), shapes, checkpoint_prefix(model))
-    with atomic_directory(Path(directory)) as (temporary, _):
-        save_params(temporary, {name: _lazily(x) for name, x in params.items()})
-        _copy_files(model.directory, temporary)
-        Manifest(
-            kind=family_of(config).name,
-            config=config,
-            generation=model.generation,
-            source=model.source,
-            revision=None,
-            dtype=dtype,
-            formats=dict(model.model_def.formats) or None,
-            compute_dtype=dtype if model.model_def.formats else None,
-            cache_dtype=_cache_dtype(model.model_def, dtype),
-            kv_scales=_kv_scales(model),
-            tensors={
-                name: "I64" if fill.transform.integers else _STORED[dtype]
-                for fill in fills
-                for name in fill.sources
-            },
-            skipped=[],
-        ).write(temporary)
+    save_params(directory, {name: _lazily(x) for name, x in params.items()})
+    Manifest(
+        kind=family_of(config).name,
+        config=config,
+        generation=model.generation,
+        source=model.source,
+        revision=None,
+        dtype=dtype,
+        formats=dict(model.model_def.formats) or None,
+        compute_dtype=dtype if model.model_def.formats else None,
+        cache_dtype=_cache_dtype(model.model_def, dtype),
+        kv_scales=_kv_scales(model),
+        tensors={
+            name: "I64" if fill.transform.integers else _STORED[dtype]
+            for fill in fills
+            for name in fill.sources
+        },
+        skipped=[],
+    ).write(directory)
 
 
 def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
     """Write weights as a Hugging Face checkpoint, under the names of the one that the model came from.
 
-    Of a multimodal checkpoint only the text decoder is written, since nothing else was loaded.
+    Of a multimodal checkpoint only what was loaded is written: the text decoder, and the vision part
+    of a target that was loaded with it, whose weights are those of `model`.
     Arguments and errors are as in `save`. The dtype in config.json becomes that of the weights.
 
     Raises:
@@ -97,9 +108,12 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
             f"{model.directory} has no config.json, which a Hugging Face checkpoint needs; `save` writes "
             "a directory that needs none"
         )
-    prefix = checkpoint_prefix(model)
+    groups = tensor_groups(model.config, params, checkpoint_prefix(model), dtype)
+    if (vision := model.vision) is not None:
+        of_vision, stored = _checked(vision, None)
+        groups += tensor_groups(vision.config, of_vision, checkpoint_prefix(vision), stored)
     with atomic_directory(Path(directory)) as (temporary, _):
-        write_weights(model.config, params, temporary, prefix=prefix, dtype=dtype)
+        hf_io.write_tensors(temporary, groups)
         _copy_files(model.directory, temporary)
         file = temporary / "config.json"
         values = _with_dtype(json.loads(file.read_bytes()), dtype)
@@ -131,6 +145,8 @@ def _kv_scales(model: LoadedModel) -> tuple[tuple[float, float], ...] | None:
 
     Scales that no caches can use are left out.
     """
+    if family_of(model.config).role != "target":
+        return None
     if (model.directory / MANIFEST).is_file():
         return Manifest.read(model.directory).kv_scales
     if (model.directory / "config.json").is_file():

@@ -44,7 +44,7 @@ from checkpoints_convert.rules import (
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.quantised import QuantisedArray
-from jaxspec.registry import Family, ModelConfig, family_of, recognise
+from jaxspec.registry import Family, ModelConfig, family_of, recognise, recognise_vision
 from jaxspec.shapes import Array
 from jaxspec.weights.define import model_def_of
 from jaxspec.weights.finite import See, checked
@@ -308,9 +308,42 @@ def open_hf_source(directory: Path) -> HFSource:
       ConfigError: config.json is malformed, or describes a model that is not supported.
     """
     checkpoint = hf_io.open_checkpoint(directory)
-    family, config, generation = read_configs(
-        directory, checkpoint.config, checkpoint.generation_config
-    )
+    read = read_configs(directory, checkpoint.config, checkpoint.generation_config)
+    return _matched(checkpoint, *read)
+
+
+def open_hf_vision(directory: Path) -> HFSource | None:
+    """Open the vision part of a Hugging Face directory. Return None if it has none.
+
+    A checkpoint whose config.json has a vision part and whose files have no tensor of it is a text
+    model, as some programs write it.
+
+    Raises:
+      CheckpointError, ConfigError: as `open_hf_source`; some of the tensors are missing, say.
+    """
+    checkpoint = hf_io.open_checkpoint(directory)
+    try:
+        recognised = recognise_vision(checkpoint.config)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
+    if recognised is None:
+        return None
+    family, config = recognised
+    rules = rule_set(config, parameter_shapes(config))
+    names = {name for p in rules.prefixes for rule in rules.rules for name in rule.names(p)}
+    if not names & set(checkpoint.tensors):
+        return None
+    return _matched(checkpoint, family, config, None)
+
+
+def _matched(
+    checkpoint: hf_io.HFCheckpoint,
+    family: Family,
+    config: ModelConfig,
+    generation: GenerationDefaults | None,
+) -> HFSource:
+    """Match the tensors of a checkpoint with the parameters of a model."""
+    directory = checkpoint.directory
     shapes = parameter_shapes(config)
     rules = rule_set(config, shapes)
     try:

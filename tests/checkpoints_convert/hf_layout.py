@@ -246,19 +246,102 @@ TINY_ASSISTANTS: dict[str, dict[str, Any]] = {
     for size, text in TINY.items()
 }
 
-TOWERS: Shapes = {
-    "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight": (4, 4),
-    "model.vision_tower.std_bias": (4,),
+AUDIO: Shapes = {
     "model.audio_tower.layers.0.norm_out.weight": (4,),
-    "model.embed_vision.embedding_projection.weight": (24, 4),
     "model.embed_audio.embedding_projection.weight": (24, 4),
 }
-UNIFIED: Shapes = {
-    "model.vision_embedder.patch_dense.weight": (24, 12),
-    "model.vision_embedder.pos_norm.weight": (24,),
-    "model.embed_vision.embedding_projection.weight": (24, 24),
-    "model.embed_audio.embedding_projection.weight": (24, 6),
+
+_TOWER: dict[str, Any] = {
+    "model_type": "gemma4_vision",
+    "dtype": "bfloat16",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "default_output_length": 280,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
 }
+_EMBEDDER: dict[str, Any] = {
+    "model_type": "gemma4_unified_vision",
+    "model_patch_size": 48,
+    "num_soft_tokens": 280,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def vision_config(text: dict[str, Any]) -> dict[str, Any]:
+    """Return the vision part beside a text config, of the release or tiny as the text is."""
+    tiny = text["hidden_size"] == 24
+    if text["model_type"] == "gemma4_unified_text":
+        width, positions = (24, 5) if tiny else (3840, 1120)
+        return _EMBEDDER | {
+            "mm_embed_dim": width,
+            "output_proj_dims": width,
+            "mm_posemb_size": positions,
+        }
+    small = text["use_bidirectional_attention"] is None
+    layers, width, heads, dim, mlp = (16, 768, 12, 64, 3072) if small else (27, 1152, 16, 72, 4304)
+    if tiny:
+        layers, width, heads, dim, mlp = 2, 12, 3, 4, 20
+    return _TOWER | {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": dim,
+        "intermediate_size": mlp,
+        "position_embedding_size": 7 if tiny else 10240,
+        "use_clipped_linears": small,
+        "standardize": not small,
+    }
+
+
+def vision_shapes(config: dict[str, Any]) -> Shapes:
+    """Return every tensor of the vision part of a whole config.json."""
+    v, text_width = config["vision_config"], config["text_config"]["hidden_size"]
+    if v["model_type"] == "gemma4_unified_vision":
+        d, pixels = v["mm_embed_dim"], 3 * v["model_patch_size"] ** 2
+        norms = {"patch_ln1": pixels, "patch_ln2": d, "pos_norm": d}
+        shapes: Shapes = {
+            f"vision_embedder.{name}.{part}": (width,)
+            for name, width in norms.items()
+            for part in ("weight", "bias")
+        }
+        shapes["vision_embedder.patch_dense.weight"] = (d, pixels)
+        shapes["vision_embedder.patch_dense.bias"] = (d,)
+        shapes["vision_embedder.pos_embedding"] = (v["mm_posemb_size"], 2, d)
+    else:
+        d, f, h = v["hidden_size"], v["intermediate_size"], v["head_dim"]
+        n = v["num_attention_heads"] * h
+        linears = {f"self_attn.{name}_proj": (n, d) for name in "qkv"}
+        linears |= {"self_attn.o_proj": (d, n), "mlp.down_proj": (d, f)}
+        linears |= {"mlp.gate_proj": (f, d), "mlp.up_proj": (f, d)}
+        shapes = {
+            "vision_tower.patch_embedder.input_proj.weight": (d, 3 * v["patch_size"] ** 2),
+            "vision_tower.patch_embedder.position_embedding_table": (
+                2,
+                v["position_embedding_size"],
+                d,
+            ),
+        }
+        for i in range(v["num_hidden_layers"]):
+            layer: Shapes = {f"{name}.linear.weight": shape for name, shape in linears.items()}
+            if v["use_clipped_linears"]:
+                ends = [f"{put}_{end}" for put in ("input", "output") for end in ("min", "max")]
+                layer |= {f"{name}.{end}": () for name in linears for end in ends}
+            norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+            layer |= {f"{name}_layernorm.weight": (d,) for name in norms}
+            layer |= {f"self_attn.{name}_norm.weight": (h,) for name in "qk"}
+            shapes |= {f"vision_tower.encoder.layers.{i}.{k}": x for k, x in layer.items()}
+        if v["standardize"]:
+            shapes |= {"vision_tower.std_bias": (d,), "vision_tower.std_scale": (d,)}
+    shapes["embed_vision.embedding_projection.weight"] = (text_width, d)
+    return {f"model.{name}": shape for name, shape in shapes.items()}
 
 
 def multimodal(text: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +351,10 @@ def multimodal(text: dict[str, Any]) -> dict[str, Any]:
         "architectures": [f"Gemma4{'Unified' if unified else ''}ForConditionalGeneration"],
         "model_type": "gemma4_unified" if unified else "gemma4",
         "text_config": text,
-        "vision_config": {"model_type": "gemma4_vision", "hidden_size": 4},
+        "vision_config": vision_config(text),
+        "image_token_id": 258880,
+        "boi_token_id": 255999,
+        "eoi_token_id": 258882,
         "eos_token_id": [1, 106 if text["vocab_size"] > 106 else 6],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,27 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.rules import match
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.registry import family_of
 from jaxspec.weights.conversion import Report, convert, to_hf, write_weights
 from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import load_drafter, load_target
 from jaxspec.weights.manifest import Manifest
+from jaxspec.weights.saving import save, save_hf
 from tests.checkpoints_convert import hf_layout
 from tests.checkpoints_convert.hf_layout import (
     ASSISTANTS,
+    AUDIO,
     DRAFTERS,
     TINY,
     TINY_ASSISTANTS,
     TINY_DRAFTER,
-    TOWERS,
-    UNIFIED,
     multimodal,
 )
 
@@ -52,7 +55,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint of each size as released: in shards, wrapped, with towers and tokenizer files."""
     root = tmp_path_factory.mktemp("released")
     for size, text in TINY.items():
-        extra = UNIFIED if size == "12b" else TOWERS
+        extra = hf_layout.vision_shapes(multimodal(text)) | AUDIO
         if size == "31b":
             extra |= {"lm_head.weight": (text["vocab_size"], text["hidden_size"])}
         shapes = hf_layout.target_shapes(text, "model.language_model.") | extra
@@ -114,13 +117,7 @@ def test_both_layouts_load_the_same(
 def test_skipped_tensors_are_named(converted: dict[str, Report]):
     shared = "keys and values of layers that share an earlier layer's"
     assert converted["e2b"].skipped[shared] == 4 * 3
-    assert converted["26b-a4b"].skipped == {
-        "vision tower": 2,
-        "audio tower": 1,
-        "vision embedder": 1,
-        "audio embedder": 1,
-    }
-    assert converted["12b"].skipped == {"vision embedder": 3, "audio embedder": 1}
+    assert converted["26b-a4b"].skipped == {"audio tower": 1, "audio embedder": 1}
     assert converted["31b"].skipped["tied head"] == 1
 
 
@@ -392,3 +389,92 @@ def test_transformers_writes_the_names_we_read(tmp_path: Path):
     again = transformers.Gemma4ForCausalLM.from_pretrained(tmp_path / "back")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+# --- vision parts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", TINY)
+def test_vision_parts_load_the_same_from_both_layouts(
+    released: Path, converted: dict[str, Report], tmp_path: Path, size: str
+):
+    sources = (released / size, converted[size].destination)
+    theirs, ours = (load_target(str(s), dtype="bfloat16", vision=True).vision for s in sources)
+    assert theirs is not None
+    assert ours is not None
+    assert ours.config == theirs.config == Gemma4VisionConfig.from_hf(multimodal(TINY[size]))
+    _assert_same(ours.params, theirs.params)
+    ours.model_def.check(ours.params)
+    assert load_target(str(released / size), dtype="bfloat16").vision is None
+
+
+def test_a_tower_lands_where_the_forward_pass_reads_it(released: Path):
+    tensors = {
+        n.removeprefix("model.vision_tower.encoder.layers.1."): a.astype(F32)
+        for n, a in _tensors(released / "e2b").items()
+    }
+    vision = load_target(str(released / "e2b"), dtype="float32", vision=True).vision
+    assert vision is not None
+    layer = {
+        n.removeprefix("encoder.layers.1."): np.asarray(x)
+        for n, x in vision.params.items()
+        if n.startswith("encoder.layers.1.")
+    }
+    k = tensors["self_attn.k_proj.linear.weight"]  # 3 heads of 4
+    np.testing.assert_array_equal(layer["k.weight"], k.T.reshape(12, 3, 4))
+    o = tensors["self_attn.o_proj.linear.weight"]
+    np.testing.assert_array_equal(layer["out.weight"], o.T.reshape(3, 4, 12))
+    ends = ("input_min", "input_max", "output_min", "output_max")
+    ranges = np.stack([tensors[f"mlp.up_proj.{end}"] for end in ends])
+    np.testing.assert_array_equal(layer["up.ranges"], ranges)
+
+
+def test_a_vision_part_without_all_its_tensors_is_refused(tmp_path: Path):
+    config = multimodal(TINY["31b"])
+    text = hf_layout.target_shapes(TINY["31b"], "model.language_model.")
+    vision = hf_layout.vision_shapes(config)
+    gone = "model.vision_tower.encoder.layers.1.mlp.up_proj.linear.weight"
+    less = {name: shape for name, shape in vision.items() if name != gone}
+    hf_layout.write(tmp_path / "less", config, text | less)
+    more = vision | {"model.vision_tower.encoder.layers.1.mlp.gate_scale": (4,)}
+    hf_layout.write(tmp_path / "more", config, text | more)
+    hf_layout.write(tmp_path / "none", config, text)
+    with pytest.raises(CheckpointError, match=re.escape(f"{gone}: missing")):
+        load_target(str(tmp_path / "less"), dtype="float32", vision=True)
+    with pytest.raises(CheckpointError, match=re.escape(f"{gone}: missing")):
+        convert(tmp_path / "less", tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_scale: not known"):
+        load_target(str(tmp_path / "more"), dtype="float32", vision=True)
+    # As text they all load, and so does a checkpoint whose config.json alone speaks of images.
+    for name in ("less", "more", "none"):
+        assert load_target(str(tmp_path / name), dtype="float32").vision is None
+    assert load_target(str(tmp_path / "none"), dtype="float32", vision=True).vision is None
+
+
+@pytest.mark.parametrize("size", ["e2b", "12b", "31b"])
+def test_a_target_is_saved_with_its_vision_part(released: Path, tmp_path: Path, size: str):
+    target = load_target(str(released / size), dtype="bfloat16", vision=True)
+    assert target.vision is not None
+    save(tmp_path / "ours", target)
+    save_hf(tmp_path / "theirs", target)
+    before, after = _tensors(released / size), _tensors(tmp_path / "theirs")
+    of_images = [n for n in before if "vision" in n]
+    assert of_images
+    assert {n for n in after if "vision" in n} == set(of_images)
+    for name in of_images:
+        np.testing.assert_array_equal(after[name].view(np.uint16), before[name].view(np.uint16))
+    for directory in ("ours", "theirs"):
+        again = load_target(str(tmp_path / directory), dtype="bfloat16", vision=True).vision
+        assert again is not None
+        _assert_same(again.params, target.vision.params)
+
+
+def test_formats_leave_vision_parts_alone(released: Path, tmp_path: Path):
+    convert(released / "31b", tmp_path / "int8", quantize="int8")
+    for source in (released / "31b", tmp_path / "int8"):
+        quantize = "int8" if source.parent == released else None
+        target = load_target(str(source), dtype="bfloat16", quantize=quantize, vision=True)
+        assert target.model_def.formats
+        assert target.vision is not None
+        assert not target.vision.model_def.formats
+        assert all(isinstance(x, jax.Array) for x in target.vision.params.values())
