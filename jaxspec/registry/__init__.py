@@ -128,8 +128,8 @@ def recognise_vision(config: Mapping[str, Any]) -> tuple[Family, ModelConfig] | 
       ConfigError: the vision part uses a feature that its module does not have.
     """
     for family in families("vision"):
-        if family.recognises(config) and (found := family.read(config, None)) is not None:
-            return family, found
+        if family.recognises(config) and (vision := family.read(config, None)) is not None:
+            return family, vision
     return None
 
 

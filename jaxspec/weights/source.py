@@ -32,11 +32,13 @@ from checkpoints_convert.quantised.quantization_config import (
 )
 from checkpoints_convert.quantised.view import View, open_view
 from checkpoints_convert.rules import (
+    FLOATS,
     ConversionPlan,
     Fill,
     RuleSet,
     Shape,
     Transform,
+    find_prefix,
     integers,
     match,
     permutation,
@@ -350,6 +352,8 @@ def _matched(
         quantization = read_quantization_config(checkpoint.config, checkpoint.quantization)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None
+    if family.role == "vision" and _holds_numbers(checkpoint, rules):
+        quantization = None  # builds leave it as it is, and not all say so in their config.json
     view = open_view(checkpoint, rules, quantization, str(directory))
     plan = match(rules, shapes, view.tensors, str(directory))
     for name, original in plan.copies.items():
@@ -418,6 +422,14 @@ def open_configs(directory: Path) -> ConfigSource:
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None
     return ConfigSource(directory, *configs, quantization)
+
+
+def _holds_numbers(checkpoint: hf_io.HFCheckpoint, rules: RuleSet) -> bool:
+    """Return whether a checkpoint has all source tensors of a table, as plain numbers."""
+    prefix = find_prefix(rules, checkpoint.tensors)
+    names = [name for rule in rules.rules for name in rule.names(prefix)]
+    tensors = checkpoint.tensors
+    return all(name in tensors and tensors[name].dtype in FLOATS for name in names)
 
 
 def read_configs(

@@ -276,9 +276,9 @@ _EMBEDDER: dict[str, Any] = {
 
 def vision_config(text: dict[str, Any]) -> dict[str, Any]:
     """Return the vision part beside a text config, of the release or tiny as the text is."""
-    tiny = text["hidden_size"] == 24
+    tiny = text["hidden_size"] < 1000
     if text["model_type"] == "gemma4_unified_text":
-        width, positions = (24, 5) if tiny else (3840, 1120)
+        width, positions = text["hidden_size"], 5 if tiny else 1120
         return _EMBEDDER | {
             "mm_embed_dim": width,
             "output_proj_dims": width,

@@ -266,13 +266,12 @@ def write(
         else:
             made, numbers[full] = chosen(draw)
             tensors |= {f"{base}.{part}": array for part, array in made.items()}
-    tensors["model.vision_tower.encoder.layers.0.mlp.gate_proj.linear.weight"] = np.ones(
-        (4, 4), BF16
-    )
+    wrapped = hf_layout.multimodal(config)
+    vision = hf_layout.vision_shapes(wrapped)  # which such builds leave as it is
+    tensors |= {name: np.ones(shape, BF16) for name, shape in vision.items()}
     tensors = {n: np.asarray(array) for n, array in tensors.items()}
     edit(tensors)
     directory.mkdir(parents=True)
-    wrapped = hf_layout.multimodal(config)
     if quantization is not None:
         wrapped["quantization_config"] = quantization
     (directory / "config.json").write_text(json.dumps(wrapped))

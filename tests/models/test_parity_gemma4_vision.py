@@ -57,10 +57,10 @@ def image(grid: tuple[int, int], side: int, pixels: int, slots: int, seed: int =
 
 def theirs(oracle: Any, patches: np.ndarray, at: np.ndarray) -> list[np.ndarray]:
     with torch.no_grad():
-        found = oracle.model.get_image_features(
+        output = oracle.model.get_image_features(
             torch.from_numpy(patches), torch.from_numpy(at).long(), return_dict=True
         )
-    return [x.numpy() for x in found.pooler_output]
+    return [x.numpy() for x in output.pooler_output]
 
 
 def ours(model: LoadedModel, patches: np.ndarray, at: np.ndarray) -> np.ndarray:

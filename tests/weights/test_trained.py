@@ -15,6 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import jaxspec
+from checkpoints_convert import hf_io
 from jaxspec.engine.engine import Engine
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.shapes import Params
@@ -213,23 +214,25 @@ def test_a_drafter_is_saved_too(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("write_to", "writer"), [(saving.save, "save_params"), (saving.save_hf, "write_weights")]
+    ("write_to", "module", "writer"),
+    [(saving.save, saving, "save_params"), (saving.save_hf, hf_io, "write_tensors")],
 )
 def test_nothing_half_written_is_left(
     write_to: Any,
+    module: Any,
     writer: str,
     source: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The disk is full when the weights are written, but for the small files."""
-    whole = getattr(saving, writer)
+    whole = getattr(module, writer)
 
     def full(*args: Any, **options: Any) -> None:
         whole(*args, **options)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, writer, full)
+    monkeypatch.setattr(module, writer, full)
     with pytest.raises(CheckpointError, match=r"cannot be written: No space left"):
         write_to(tmp_path / "out", source)
     assert list(tmp_path.iterdir()) == []
