@@ -36,7 +36,7 @@ class ConvertOptions:
     to_hf: bool = option(False, "The other way: write a directory of ours as Hugging Face files.")
     dtype: Dtype | None = option(
         None,
-        "Cast all parameters. Default: as in SRC, and bfloat16 for codes that become numbers (GGUF's Q8_0).",
+        "Cast all parameters. Default: as in SRC, and float32 for codes that become numbers (GGUF's Q8_0).",
         instead=INSTEAD,
     )
     quantize: Quantized | None = option(

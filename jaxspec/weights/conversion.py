@@ -100,7 +100,8 @@ def convert(
     Args:
       source: a directory or a hub id.
       destination: the directory to write, which must not exist yet.
-      dtype: "float32" or "bfloat16" casts all parameters; None keeps the dtypes of the source.
+      dtype: "float32" or "bfloat16" casts all parameters; None keeps the dtypes of the source, and
+        makes float32 of codes that become numbers, which loses nothing.
       quantize: the format of linears and experts, such as "int8" or "int4"; None leaves them as numbers.
       quantize_head: of embedding and head, likewise.
 
@@ -208,7 +209,8 @@ def _write_part(
     weights = {fill.path: lazily(fill) for fill in fills}
     with checked(source) as see:
         save_params(directory, weights)
-    of_floats = [fill for fill in fills if not fill.transform.integers]
+    formats = dict(model_def.formats)
+    of_floats = [f for f in fills if not f.transform.integers and f.path not in formats]
     dtypes = {stored_as(fill).name for fill in of_floats}
     compute = "float32" if "float32" in dtypes else "bfloat16"
     Manifest(
@@ -222,9 +224,9 @@ def _write_part(
             for name in opened.tensors_of(fill)
         },
         measured_acceptance=opened.checkpoint.config.get(FIELD),
-        formats=dict(model_def.formats) or None,
-        compute_dtype=compute if model_def.formats else None,
-        cache_dtype=compute if model_def.formats else None,
+        formats=formats or None,
+        compute_dtype=compute if formats else None,
+        cache_dtype=compute if formats else None,
         **about,
     ).write(directory)
 

@@ -187,7 +187,14 @@ class HFSource(WeightSource):
         """Return the bytes of these tensors."""
         return sum(self.checkpoint.tensors[name].nbytes for name in self.tensors_of(fill))
 
+    @functools.cached_property
+    def _formats(self) -> Mapping[str, str]:
+        return dict(self.model_def("bfloat16").formats)
+
     def dtype_of(self, fill: Fill) -> np.dtype:
+        """Return the dtype of a parameter's numbers: float32 for codes that no format here keeps."""
+        if self.spec_of(fill) is not None and fill.path not in self._formats:
+            return np.dtype(np.float32)
         return hf_io.DTYPES[self.view.tensors[fill.sources[0]].dtype]
 
     def spec_of(self, fill: Fill) -> Spec | None:

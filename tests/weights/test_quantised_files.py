@@ -280,6 +280,25 @@ def test_gguf_files_are_read_beside_a_config(name, tmp_path):
     check_numbers(model, numbers)
 
 
+def test_conversion_keeps_every_digit_of_codes_that_become_numbers(tmp_path):
+    """Embeddings in Q8_0 were rounded to bfloat16, unless float32 was asked for."""
+    layout.write_gguf(tmp_path / "gguf", "26b-a4b")
+    layout.write(tmp_path / "words", "26b-a4b", *PACKED_GROUPS)
+    for name in ("gguf", "words"):
+        convert(tmp_path / name, tmp_path / f"{name} converted")
+        direct, ours = load(tmp_path / name), load(tmp_path / f"{name} converted")
+        assert direct.model_def == ours.model_def
+        found = named_arrays(ours.params)
+        for param, array in named_arrays(direct.params).items():
+            np.testing.assert_array_equal(array, found[param], param)
+    convert(tmp_path / "gguf", tmp_path / "halved", dtype="bfloat16")
+    sizes = [
+        json.loads((tmp_path / d / "manifest.json").read_text())["dtype"]
+        for d in ("gguf converted", "halved")
+    ]
+    assert sizes == ["float32", "bfloat16"]
+
+
 def test_weights_of_8_bits_in_words_are_read_in_groups(tmp_path):
     """It was refused: with codes of a wrong shape, as if they had 4 bits."""
     numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", *PACKED_GROUPS)
