@@ -30,6 +30,7 @@ from jaxspec.configs.fields import (
     several,
     words_of,
 )
+from jaxspec.configs.known_keys import unapplied
 from jaxspec.options import RANGES, Range, shown
 
 __all__ = [
@@ -163,6 +164,12 @@ class GenerationDefaults:
         if not read(generation, "do_sample", FLAGS, "temperature" in generation, file):
             values["temperature"] = 0.0
         return cls(**values)
+
+    @classmethod
+    def unapplied(cls, generation_config: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what a generation_config.json asks of decoding that is not done, by key."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        return unapplied(generation_config or {}, {*names, "eos_token_id", "do_sample"})
 
     def check_fits(self, vocab_size: int) -> None:
         """Check that all ids are in a vocabulary.

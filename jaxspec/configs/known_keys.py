@@ -1,8 +1,9 @@
-"""The keys of config.json that change no text. Read `refuse_unknown`.
+"""The keys of config files that are not read. Read `refuse_unknown`, then `unapplied`.
 
 Readers name the keys that they read. Of all others only those below are accepted: what transformers, trainers
 and quantisers write down for themselves. A key that nobody here knows may stand for a computation that is not done, and
-the text would be wrong without a sign.
+the text would be wrong without a sign. Of generation_config.json, which tells habits of decoding and not what the
+model computes, such keys are named instead.
 """
 
 from __future__ import annotations
@@ -139,3 +140,45 @@ _HARMLESS: dict[str, str] = {
 }
 KIND_OF = {key: kind for kind, keys in _HARMLESS.items() for key in keys.split()}
 """What a key must hold, although it is not used."""
+
+
+def unapplied(generation: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
+    """Return what a generation_config.json asks of decoding that is not done, by key.
+
+    Values that ask for nothing are left out, and so are limits of length, which each request has for itself.
+
+    Args:
+      read: the keys that a reader has read.
+    """
+    return {
+        key: value
+        for key, value in generation.items()
+        if value not in _NOTHING.get(key, (None,))
+        and not (value is None or key in read or key in _OF_OTHERS or key.startswith("_"))
+    }
+
+
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "top_h"), (0,)),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("diversity_penalty", "penalty_alpha", "presence_penalty"), (0,)),
+    **dict.fromkeys(("encoder_repetition_penalty", "typical_p", "num_beams"), (1,)),
+    **dict.fromkeys(("num_beam_groups", "guidance_scale"), (1,)),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "token_healing"), (False,)),
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "stop_strings"), ([],)),
+    **dict.fromkeys(("constraints", "force_words_ids", "sequence_bias"), ([], {})),
+    "frequency_penalty": (0,),
+}
+"""The values with which these keys of generation_config.json ask for nothing."""
+
+_OTHERS = """
+bos_token_id pad_token_id decoder_start_token_id transformers_version max_length max_new_tokens
+num_return_sequences early_stopping length_penalty use_cache cache_implementation cache_config
+max_cache_len low_memory prefill_chunk_size compile_config disable_compile continuous_batching_config
+output_attentions output_hidden_states output_scores output_logits return_dict_in_generate use_mtp
+is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight
+speculation_type prompt_lookup_num_tokens max_matching_ngram_size
+"""
+_OF_OTHERS = frozenset(_OTHERS.split())
+"""Keys that change no token of a completion here: limits, beams' own, and how another program works."""

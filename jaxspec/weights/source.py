@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ from checkpoints_convert.rules import (
     same,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
+from jaxspec.options import shown
 from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import Family, ModelConfig, family_of, recognise, recognise_vision
 from jaxspec.shapes import Array
@@ -53,6 +55,8 @@ from jaxspec.weights.finite import See, checked
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.quantised_files import format_of, is_lossless, to_quantised
 from jaxspec.weights.sharding import place
+
+_LOG = logging.getLogger(__name__)
 
 
 class WeightSource(abc.ABC):
@@ -458,6 +462,12 @@ def read_configs(
             defaults.check_fits(model.vocab_size)
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from None
+    if defaults is not None and (ignored := defaults.unapplied(generation_config)):
+        _LOG.warning(
+            "%s: generation_config.json has %s, which jaxspec does not apply",
+            directory,
+            ", ".join(f"{key} = {shown(value)}" for key, value in ignored.items()),
+        )
     return family, model, defaults
 
 

@@ -304,6 +304,33 @@ def test_a_gguf_file_beside_safetensors_is_named(target: Path, caplog: pytest.Lo
     assert "old.gguf is not read, because model-0000" in caplog.text
 
 
+def test_what_generation_config_asks_in_vain_is_named(
+    target: Path, caplog: pytest.LogCaptureFixture
+):
+    """All but the filters, the repetition penalty and suppressed tokens was ignored silently."""
+    wishes = dict(no_repeat_ngram_size=3, stop_strings=["END"], bad_words_ids=[[5]], xtc=0.5)
+    idle = dict(
+        min_length=0,
+        num_beams=1,
+        bad_words_ids=[],
+        guidance_scale=None,
+        pad_token_id=0,
+        max_length=20,
+    )
+    kept = dict(
+        do_sample=True, top_k=64, repetition_penalty=1.1, suppress_tokens=[3], eos_token_id=[1]
+    )
+    file = target / "generation_config.json"
+    for values, number in ((idle | kept | {"_from_model_config": True}, 0), (idle | wishes, 1)):
+        caplog.clear()
+        file.write_text(json.dumps(values))
+        load_target(str(target), dtype="float32")
+        assert len(caplog.records) == number
+    for key in wishes:
+        assert f"{key} = " in caplog.text, key
+    assert caplog.messages[0].endswith("which jaxspec does not apply")
+
+
 # --- checkpoints of trainers -----------------------------------------------------------------------
 
 

@@ -199,8 +199,8 @@ def _object(line: str) -> dict[str, Any]:
         value = json.loads(
             line,
             object_pairs_hook=_once,
-            parse_constant=_no_constant,
-            parse_float=_finite_number,
+            parse_constant=_NotFinite,
+            parse_float=_number_or_not,
         )
     except _Refused:
         raise
@@ -212,7 +212,11 @@ def _object(line: str) -> dict[str, Any]:
     while level := [inner for outer in level for inner in _children(outer)]:
         if (depth := depth + 1) > MAX_DEPTH:
             raise _Refused(_TOO_DEEP)
-    return value if isinstance(value, dict) else {}
+    fields = value if isinstance(value, dict) else {}
+    for name, content in fields.items():
+        if number := _not_finite(content):
+            raise _Refused(f"{name} has {number.literal}, {number.reason}")
+    return fields
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -233,15 +237,24 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _no_constant(literal: str) -> NoReturn:
-    raise _Refused(f"{literal} is no JSON; numbers are finite")
+@dataclass(frozen=True)
+class _NotFinite:
+    """A number of a line that is no finite one, until the name of its field is known."""
+
+    literal: str
+    reason: str = "which is no JSON; numbers are finite"
 
 
-def _finite_number(literal: str) -> float:
+def _not_finite(value: Any) -> _NotFinite | None:
+    if isinstance(value, _NotFinite):
+        return value
+    return next(filter(None, map(_not_finite, _children(value))), None)
+
+
+def _number_or_not(literal: str) -> float | _NotFinite:
     value = float(literal)
-    if math.isinf(value):
-        raise _Refused(f"{literal} is beyond the largest number, 1.8e308")
-    return value
+    too_large = "which is beyond the largest number, 1.8e308"
+    return _NotFinite(literal, too_large) if math.isinf(value) else value
 
 
 # --- fields --------------------------------------------------------------------------------------
