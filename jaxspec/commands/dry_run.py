@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.output import OutputOptions, write_line
+from jaxspec.commands.prefixes import planned_bytes
 from jaxspec.commands.startup import GPU_SHARE
 from jaxspec.options import FieldError
 from jaxspec.runtime import memory
@@ -26,7 +28,6 @@ from jaxspec.weights.memory import format_gib
 CARDS = {"24 GB": 22.5, "48 GB": 45.0, "80 GB": 79.6, "141 GB": 140.4}
 """GiB of an L4, an L40S, an H100 and an H200, as nvidia-smi shows them: less than their names say."""
 LENGTHS = (1024, 4096, 16384, 65536)
-MOST_ROWS = 1024  # no more are looked for
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Plan:
       read_ahead: rows beside them; None for the engine's choice.
       passes: whether an engine reads prompts, whose activations count. `bench` has none.
       max_prefill_tokens, invariant: of the engine.
-      prefix_bytes: of each device, for stored prefixes.
+      prefix_gib: for stored prefixes; None for a share of what is left, see `planned_bytes`.
     """
 
     spec: DecodeSpec
@@ -49,7 +50,7 @@ class Plan:
     passes: bool = True
     max_prefill_tokens: int | None = None
     invariant: bool = False
-    prefix_bytes: int = 0
+    prefix_gib: float | None = 0
 
     def __post_init__(self) -> None:
         """Refuse what needs rows that are not split over devices.
@@ -57,17 +58,17 @@ class Plan:
         Raises:
           FieldError: naming the option.
         """
-        for name, value in (("read_ahead", self.read_ahead), ("prefix_gib", self.prefix_bytes)):
-            if value and self.mesh.shape["data"] > 1:
+        for name in ("read_ahead", "prefix_gib"):
+            if getattr(self, name) and self.mesh.shape["data"] > 1:
                 raise FieldError(name, "needs a mesh whose data axis has one device; leave it out")
 
     def footprint(self, rows: int, length: int, read_ahead: int = 0) -> memory.Footprint:
-        """Return what the run needs with so many rows of such a length."""
-        return memory.footprint(
-            self.spec, rows, length, self.mesh, read_ahead=read_ahead, **self._beside(rows, length)
-        )
+        """Return what the run needs with so many rows of such a length, without stored prefixes."""
+        sizes = self.spec, rows, length, self.mesh
+        tokens = self._pass_tokens(rows, length)
+        return memory.footprint(*sizes, read_ahead=read_ahead, pass_tokens=tokens)
 
-    def _beside(self, rows: int, length: int) -> dict[str, int]:
+    def _pass_tokens(self, rows: int, length: int) -> int:
         shapes = Shapes.of(
             self.spec.target,
             rows,
@@ -75,17 +76,32 @@ class Plan:
             invariant=self.invariant,
             max_prefill_tokens=self.max_prefill_tokens,
         )
-        tokens = shapes.most_tokens(length) if self.passes else 0
-        return dict(prefix_bytes=self.prefix_bytes, pass_tokens=tokens)
+        return shapes.most_tokens(length) if self.passes else 0
+
+    @functools.cached_property
+    def need(self) -> tuple[int, memory.Footprint]:
+        """The rows that are read ahead, and what the run needs here.
+
+        Raises:
+          FieldError: `prefix_gib` holds no prefix of a whole slot.
+        """
+        rows, length = slots_on(self.mesh, self.rows), self.cache_length
+        read_ahead = self.read_ahead
+        if read_ahead is None:
+            sizes = self.spec, rows, length, self.mesh
+            tokens = self._pass_tokens(rows, length)
+            read_ahead = memory.plan_read_ahead(*sizes, pass_tokens=tokens)
+        need, limit = self.footprint(rows, length, read_ahead), weight_memory.bytes_limit(self.mesh)
+        left = None if limit is None else limit - need.total
+        nbytes = planned_bytes(self, self.prefix_gib, left)
+        return read_ahead, dataclasses.replace(need, prefixes=nbytes)
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers as JSON values. `fits` has null where the memory of a device is not known."""
-        rows, length, here = slots_on(self.mesh, self.rows), self.cache_length, self.mesh
-        read_ahead = self.read_ahead
-        if read_ahead is None:
-            sizes = self.spec, rows, length, here
-            read_ahead = memory.plan_read_ahead(*sizes, **self._beside(rows, length))
-        need, limit = self.footprint(rows, length, read_ahead), weight_memory.bytes_limit(here)
+        length, here, (read_ahead, need) = self.cache_length, self.mesh, self.need
+        limit = weight_memory.bytes_limit(here)
+        stored = 0 if self.prefix_gib is None else need.prefixes  # a share leaves rows their room
+        least = need.total - need.prefixes + stored
         longest = self.spec.target.config.max_positions + self.spec.step_tokens
         lengths = sorted({length, *(n for n in LENGTHS if n <= longest)})
         limits = {f"here: {here.devices.flat[0].device_kind}": limit}
@@ -94,7 +110,7 @@ class Plan:
             "dtype": self.spec.target.dtypes,
             "drafter_dtype": self.spec.drafter and self.spec.drafter.dtypes,
             "mesh": dict(here.shape),
-            "rows": rows,
+            "rows": slots_on(here, self.rows),
             "cache_length": length,
             "read_ahead": read_ahead,
             "bytes_a_device": dataclasses.asdict(need) | {"total": need.total},
@@ -102,24 +118,27 @@ class Plan:
                 {
                     "device": name,
                     "limit_bytes": bytes_of,
-                    "this_run": bytes_of and need.total <= bytes_of,
-                    "rows_by_length": bytes_of and self.most_rows(bytes_of, lengths),
+                    "this_run": bytes_of and least <= bytes_of,
+                    "rows_by_length": bytes_of and self.most_rows(bytes_of - stored, lengths),
                 }
                 for name, bytes_of in limits.items()
             ],
         }
 
     def most_rows(self, limit: int, lengths: list[int]) -> dict[str, int]:
-        """Return for each length how many rows of it fit, none of them read ahead; at most `MOST_ROWS`."""
+        """Return for each length how many rows of it fit, none of them read ahead."""
         data = self.mesh.shape["data"]
 
         def fits(count: int, length: int) -> bool:
             return self.footprint(data * count, length).total <= limit
 
-        return {
-            str(n): data * memory.largest(MOST_ROWS // data, lambda count, n=n: fits(count, n))
-            for n in lengths
-        }
+        found = {}
+        for length in lengths:
+            beyond = 1
+            while fits(beyond, length):
+                beyond *= 2
+            found[str(length)] = data * memory.largest(beyond, lambda n, at=length: fits(n, at))
+        return found
 
 
 def show(plan: Plan, title: str, console: Console) -> dict[str, Any]:
@@ -137,7 +156,6 @@ def show(plan: Plan, title: str, console: Console) -> dict[str, Any]:
             rows.add_row(device["device"], "?", "?", *("?" for _ in lengths))
             continue
         counts = [f"{device['rows_by_length'][n]:,}" for n in lengths]
-        counts = [f"{n} or more" if n == f"{MOST_ROWS:,}" else n for n in counts]
         answer = "fits" if device["this_run"] else "does not fit"
         rows.add_row(device["device"], format_gib(device["limit_bytes"]), answer, *counts)
     run = f"This run: {values['rows']} rows of {values['cache_length']} positions"

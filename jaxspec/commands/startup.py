@@ -178,6 +178,11 @@ def load_models(
     return target, drafter
 
 
+def has_all_files(source: str | None) -> bool:
+    """Return whether a target that was loaded without weights has all other files: no hub id has."""
+    return source is None or Path(source).expanduser().is_dir()
+
+
 def shorten(source: str) -> str:
     """Return a source as text, with a short name for the bundled models."""
     path = Path(source)

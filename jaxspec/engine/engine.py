@@ -64,6 +64,29 @@ STOP_IDS = 4
 """Stop ids of a slot, unless the engine is made for more."""
 
 
+def fitting_sizes(
+    target: LoadedModel,
+    drafter: LoadedModel | None,
+    requests: Sequence[Request],
+    drafting: Drafting | Mapping[str, Any] = Drafting(),
+    program_features: ProgramFeatures | Mapping[str, Any] | None = None,
+    cache_length: int | None = None,
+) -> tuple[DecodeSpec, int]:
+    """Return the spec and the cache length of `Engine.fitting`, whose arguments these are."""
+    if program_features is None:
+        program_features = ProgramFeatures.wanted_by(
+            [r.sampling for r in requests], grammars=any(r.grammar is not None for r in requests)
+        )
+    drafting = as_record(Drafting, "drafting", drafting)
+    program_features = as_record(ProgramFeatures, "program_features", program_features)
+    spec = make_spec(target, drafter, drafting, program_features)
+    if cache_length is not None:
+        check_max_cache_length(spec, cache_length)
+        return spec, cache_length
+    needed = [num_positions(spec, r) for r in requests if check_for_spec(spec, r) is None]
+    return spec, cache_bucket(max(needed, default=1))
+
+
 class Engine:
     """Decodes requests with one target and at most one drafter, on fixed shapes.
 
@@ -220,20 +243,9 @@ class Engine:
           DeviceMemoryError: the devices cannot hold the slots.
           FieldError: the caches would have more positions than the model.
         """
-        if program_features is None:
-            program_features = ProgramFeatures.wanted_by(
-                [r.sampling for r in requests],
-                grammars=any(r.grammar is not None for r in requests),
-            )
-        drafting = as_record(Drafting, "drafting", drafting)
-        program_features = as_record(ProgramFeatures, "program_features", program_features)
-        spec = make_spec(target, drafter, drafting, program_features)
-        if cache_length is None:
-            fitting = [r for r in requests if check_for_spec(spec, r) is None]
-            needed = [num_positions(spec, r) for r in fitting]
-            cache_length = cache_bucket(max(needed, default=1))
-        else:
-            check_max_cache_length(spec, cache_length)
+        spec, cache_length = fitting_sizes(
+            target, drafter, requests, drafting, program_features, cache_length
+        )
         mesh = mesh_of(target=target.params, drafter=drafter.params if drafter else None)
         if read_ahead is None and len(requests) <= slots_on(mesh, batch_size):
             read_ahead = 0
@@ -241,7 +253,7 @@ class Engine:
             target,
             drafter,
             drafting=drafting,
-            program_features=program_features,
+            program_features=spec.program_features,
             batch_size=batch_size,
             cache_length=cache_length,
             num_stop_ids=max((r.num_stop_ids for r in requests), default=1),

@@ -81,29 +81,27 @@ def footprint(
       pass_tokens: of the largest pass over prompts.
     """
     models = [spec.target] if spec.drafter is None else [spec.target, spec.drafter]
-    state = jax.eval_shape(
-        functools.partial(
-            states.init_state,
-            spec,
-            rows + read_ahead,
-            cache_length=cache_length,
-            num_stop_ids=1,
-            cache_dtype=spec.target.cache_dtype,
-        )
-    )
-    caches = (state.caches, state.drafter)
-    shards = zip(
-        jax.tree.leaves(caches), jax.tree.leaves(state_shardings(caches, mesh)), strict=True
-    )
     logits = LOGITS_HELD * 4 * rows * spec.step_tokens * spec.target.config.vocab_size
     activations = pass_tokens * max(map(bytes_a_token, models))
     return Footprint(
         sum(weight_bytes(model, mesh) for model in models),
-        shard_bytes(shards),
+        -(-(rows + read_ahead) // mesh.shape["data"]) * row_bytes(spec, cache_length, mesh),
         logits // mesh.size,
         prefix_bytes,
         max(0, activations - logits) // mesh.size,
     )
+
+
+@functools.cache
+def row_bytes(spec: DecodeSpec, cache_length: int, mesh: Mesh) -> int:
+    """Return the bytes of a device for the caches of one of its rows, the drafter's too."""
+    dtype = spec.target.cache_dtype
+    options = dict(cache_length=cache_length, num_stop_ids=1, cache_dtype=dtype)
+    rows = mesh.shape["data"]
+    state = jax.eval_shape(functools.partial(states.init_state, spec, rows, **options))
+    caches = (state.caches, state.drafter)
+    shardings = state_shardings(caches, mesh)
+    return shard_bytes(zip(jax.tree.leaves(caches), jax.tree.leaves(shardings), strict=True))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jaxspec.api import BUNDLED
 from jaxspec.commands.dry_run import Plan
 from jaxspec.engine.engine import Engine
 from jaxspec.weights import loading
+from jaxspec.weights.sharding import make_mesh
 from tests.commands.conftest import Run
 
 
@@ -86,6 +88,51 @@ def test_it_refuses_what_a_run_refuses(invoke: Run, tmp_path: Path) -> None:
     outcome = invoke("generate", "a", "--dry-run", "--json", str(rows))
     assert outcome.code == 2
     assert rows.read_text() == "{}\n"
+
+
+def test_it_reads_prompts_and_looks_for_the_tokenizer(invoke: Run, tmp_path: Path) -> None:
+    """Missing files of prompts were not refused, and each row had 4096 positions."""
+    dry = ("generate", "--dry-run", "--max-new-tokens", "50")
+    outcome = invoke(*dry, "--prompts", str(tmp_path / "none.jsonl"))
+    assert outcome.code == 2
+    assert "none.jsonl" in outcome.stderr
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "a"}\n{"prompt_ids": [5, 6], "max_new_tokens": 300}\n')
+    outcome = invoke(*dry, "--prompts", str(lines), "--json", "-")
+    assert outcome.code == 0, outcome.stderr
+    values = json.loads(outcome.stdout)["dry_run"]
+    assert (values["rows"], values["cache_length"]) == (2, 384)
+    outcome = invoke(*dry, "a", "--max-new-tokens", "999999")
+    assert outcome.code == 2
+    assert "--max-new-tokens" in outcome.stderr
+    target = tmp_path / "target"
+    shutil.copytree(BUNDLED / "target", target, ignore=shutil.ignore_patterns("tokenizer*"))
+    for args in ((*dry, "a", "--target", str(target)), ("serve", str(target), "--dry-run")):
+        outcome = invoke(*args)
+        assert outcome.code == 2
+        assert "tokenizer.json" in outcome.stderr
+
+
+def test_stored_prefixes_are_counted(invoke: Run) -> None:
+    """Without `--prefix-gib` the store of `serve` was not."""
+    for args in (("serve",), ("generate", "a")):
+        outcome = invoke(*args, "--dry-run", "--prefix-gib", "0.000001")
+        assert outcome.code == 2
+        assert "holds no prefix of a whole slot" in outcome.stderr
+    outcome = invoke("serve", "--dry-run", "--prefix-gib", "7")
+    assert re.search(r"prefixes +│ 7.0 ", outcome.stdout), outcome.stdout
+    assert "prefixes" not in invoke("serve", "--dry-run", "--prefix-gib", "0").stdout
+    assert "prefixes" in invoke("serve", "--dry-run").stdout
+
+
+def test_the_most_rows_are_found_whatever_their_number() -> None:
+    """The search ended at 1,024."""
+    spec = jaxspec.runtime.runtime.make_spec(*jaxspec.load(drafter="none", read_weights=False))
+    plan = Plan(spec, make_mesh(devices=jax.devices()[:1]), 1, 640)
+    (limit, too_much) = (plan.footprint(rows, 640).total for rows in (5000, 5001))
+    assert limit < too_much
+    assert plan.most_rows(limit, [640]) == {"640": 5000}
+    assert plan.most_rows(1, [640]) == {"640": 0}
 
 
 def test_of_a_hub_id_only_configs_are_fetched(

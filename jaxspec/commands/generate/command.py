@@ -50,29 +50,27 @@ def generate(
     from jaxspec.commands.generate.prompts import read_prompts
     from jaxspec.commands.generate.rows import is_resumable
 
-    if running.dry_run:
-        from jaxspec.commands import startup
-        from jaxspec.commands.generate import run
-
-        num_prompts = len(prompts or ()) + len(text.prompt_ids)
-        with explained(*run.USER_ERRORS):
-            run.dry_run(options, None if text.prompts_file else max(num_prompts, 1), console)
-        return
+    inputs = []
     with explained():
-        stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
-        inputs = read_prompts(
-            prompts or (),
-            text.prompt_ids,
-            text.prompts_file,
-            stdin,
-            chat=text.chat,
-            writes_json=text.json_path is not None,
-        )
+        if prompts or text.prompt_ids or text.prompts_file or not running.dry_run:
+            stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
+            inputs = read_prompts(
+                prompts or (),
+                text.prompt_ids,
+                text.prompts_file,
+                stdin,
+                chat=text.chat,
+                writes_json=text.json_path is not None,
+            )
 
     with console.status("[dim]starting JAX"):
         from jaxspec.commands import startup  # noqa: F401  (first: it says why JAX does not start)
         from jaxspec.commands.generate import run
 
+    if running.dry_run:
+        with explained(*run.USER_ERRORS):
+            run.dry_run(inputs, options, console)
+        return
     left = f"{text.json_path} keeps what is done, and the same command goes on from there"
     with explained(*run.USER_ERRORS, interrupted=left if is_resumable(text.json_path) else ""):
         refused = run.run(inputs, options, console)

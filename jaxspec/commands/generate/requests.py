@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from rich.console import Console
 from jaxspec.commands.generate.options import DecodingOptions, GenerateOptions
 from jaxspec.commands.generate.prompts import PromptInput, encode
 from jaxspec.commands.options import UsageError, as_flag, idle_when_greedy, note
-from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.options import FieldError, Sampling, in_python
 from jaxspec.text.grammars import Grammar, GrammarTokens
@@ -129,9 +128,14 @@ def make_requests(
 
 
 def check_requests(
-    requests: Sequence[PromptRequest], engine: Engine, console: Console
+    requests: Sequence[PromptRequest],
+    check: Callable[[Request], FieldError | None],
+    console: Console,
 ) -> list[PromptRequest]:
     """Return the requests with the errors of those that cannot be decoded, and print these.
+
+    Args:
+      check: as `Engine.check`.
 
     Raises:
       UsageError: all prompts are refused.
@@ -139,7 +143,7 @@ def check_requests(
     errors: dict[int, str | None] = {}
     for r in requests:
         if r.key[0] not in errors:
-            errors[r.key[0]] = r.error or _message(engine.check(r.request), r.prompt)
+            errors[r.key[0]] = r.error or _message(check(r.request), r.prompt)
     checked = [dataclasses.replace(r, error=errors[r.key[0]]) for r in requests]
     refused = [f"{r.prompt.origin}: {r.error}" for r in checked if r.error and not r.key[1]]
     if len(refused) == len(errors):

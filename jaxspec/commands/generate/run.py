@@ -58,8 +58,9 @@ from jaxspec.commands.generate.rows import (
 )
 from jaxspec.commands.options import note
 from jaxspec.commands.output import OutputError
-from jaxspec.commands.prefixes import GIB, prefix_bytes
+from jaxspec.commands.prefixes import prefix_bytes
 from jaxspec.commands.startup import (
+    has_all_files,
     join_processes,
     load_models,
     out_of_memory_explained,
@@ -68,11 +69,10 @@ from jaxspec.commands.startup import (
     versions,
 )
 from jaxspec.configs.base import ConfigError
-from jaxspec.engine.engine import Engine
-from jaxspec.engine.request import Completion, Update, check_max_cache_length
+from jaxspec.engine.engine import Engine, fitting_sizes
+from jaxspec.engine.request import Completion, Update, check_for_spec
 from jaxspec.options import Sampling
 from jaxspec.runtime.prefill import bucket, slots_on
-from jaxspec.runtime.runtime import make_spec
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel
 from jaxspec.weights.memory import DeviceMemoryError
@@ -119,7 +119,7 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
         requests = make_requests(prompts, options, target, tokenizer, sampling)
         note_idle_options(options, requests, console)
         engine = make_engine(requests, options, target, drafter)
-        requests = check_requests(requests, engine, console)
+        requests = check_requests(requests, engine.check, console)
         tally.errors.update(r.key[0] for r in requests if r.error)
         done: set[Key] = set()
         if rows is not None:
@@ -144,29 +144,43 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
     return summary.errors
 
 
-def dry_run(options: GenerateOptions, num_prompts: int | None, console: Console) -> None:
-    """Print the memory of a run. Prompts are not read, so without `--cache-length` their length is a guess.
+def dry_run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Console) -> None:
+    """Print the memory of a run.
 
     Args:
-      num_prompts: None for those of a file.
+      prompts: none stand for one that is not known, as of standard input. Of a hub id the tokenizer
+        is not fetched, so the length of texts is not known either: it is a guess.
+
+    Raises:
+      USER_ERRORS, UsageError: the run would not start, whatever the memory.
     """
     models, running, text = options.models, options.running, options.text
     prepare(models, console)
     target, drafter = load_models(models, read_weights=False)
-    spec = make_spec(target, drafter, options.drafting)
-    length = running.cache_length or default_length(spec, UNKNOWN_LENGTH)
-    check_max_cache_length(spec, length)
-    requests = (num_prompts or MOST_SLOTS) * options.decoding.num_samples
-    rows = running.batch_size or bucket(min(requests, MOST_SLOTS))
+    requests: list[PromptRequest] = []
+    if has_all_files(models.target):
+        tokenizer = load_tokenizer(prompts, options, target)
+        sampling = sampling_for(options, target)
+        requests = make_requests(prompts, options, target, tokenizer, sampling)
+    known = [r.request for r in requests]
+    spec, length = fitting_sizes(
+        target, drafter, known, options.drafting, cache_length=running.cache_length
+    )
+    if requests:
+        check_requests(requests, functools.partial(check_for_spec, spec), console)
+    elif running.cache_length is None:
+        length = default_length(spec, UNKNOWN_LENGTH)
+    count = max(len(prompts), 1) * options.decoding.num_samples
+    rows = running.batch_size or bucket(min(count, MOST_SLOTS))
     mesh = mesh_of(target=target.params)
     plan = Plan(
         spec,
         mesh,
         rows,
         length,
-        read_ahead=0 if num_prompts and requests <= slots_on(mesh, rows) else None,
+        read_ahead=0 if count <= slots_on(mesh, rows) else None,
         invariant=running.invariant,
-        prefix_bytes=int(running.prefix_gib * GIB),
+        prefix_gib=running.prefix_gib,
     )
     write(plan, shorten(target.source), text.json_path, overwrite=text.overwrite)
 

@@ -21,6 +21,7 @@ from jaxspec.commands.options import UsageError, note
 from jaxspec.commands.prefixes import GIB, prefix_bytes
 from jaxspec.commands.serve.network_options import NetworkOptions
 from jaxspec.commands.startup import (
+    has_all_files,
     load_models,
     out_of_memory_explained,
     prepare,
@@ -140,12 +141,16 @@ def run(
 def dry_run(
     models: ModelOptions, programs: ProgramOptions, drafting: Drafting, console: Console
 ) -> None:
-    """Print the memory of the server. Prefixes have what `--prefix-gib` says, or take of what is left."""
+    """Print the memory of the server.
+
+    Raises:
+      USER_ERRORS, UsageError: the server would not start, whatever the memory.
+    """
     prepare(models, console)
     target, drafter = load_models(models, read_weights=False)
+    if has_all_files(models.target):
+        grammars_of(target, Tokenizer.load(target.directory), programs, drafting)
     spec, length = sizes_of(target, drafter, programs, programs.program_features, drafting)
-    if programs.prefix_host_gib and programs.prefix_gib == 0:
-        raise FieldError("prefix_host_gib", HOLDS_NONE)
     plan = Plan(
         spec,
         mesh_of(target=target.params),
@@ -154,8 +159,10 @@ def dry_run(
         read_ahead=None,
         max_prefill_tokens=programs.max_prefill_tokens,
         invariant=programs.invariant,
-        prefix_bytes=int((programs.prefix_gib or 0) * GIB),
+        prefix_gib=programs.prefix_gib,
     )
+    if programs.prefix_host_gib and not plan.need[1].prefixes:
+        raise FieldError("prefix_host_gib", HOLDS_NONE)
     write(plan, name_of(target), None)
 
 

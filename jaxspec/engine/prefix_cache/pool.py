@@ -6,9 +6,10 @@ all lengths. The pool is donated to `keep`, and the state to `restore`.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxspec import state as states
 from jaxspec.cache import KVCache
 from jaxspec.options import FieldError
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.shapes import Array, Int
-from jaxspec.state import DecodeState
+from jaxspec.state import DecodeSpec, DecodeState
 from jaxspec.weights.sharding import partition
 
 BLOCK = 128
@@ -154,12 +156,62 @@ def lower(arrays: list[Array], copies: list[Array], index: Int[Array, ""]) -> li
     ]
 
 
-def min_bytes(runtime: Runtime) -> int:
+@runtime_checkable
+class Sizes(Protocol):
+    """The part of a runtime that says how large a row is."""
+
+    @property
+    def spec(self) -> DecodeSpec: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def cache_length(self) -> int: ...
+
+
+class RowParts:
+    """A row's shapes as blocks and a snapshot.
+
+    Raises:
+      FieldError: rows are split over devices.
+    """
+
+    def __init__(self, sizes: Sizes):
+        if sizes.mesh.shape["data"] > 1:
+            raise FieldError(
+                "prefix_bytes", "needs a mesh whose data axis has one device; leave it out"
+            )
+        spec, self._mesh = sizes.spec, sizes.mesh
+        self.block = min(BLOCK, sizes.cache_length)
+        self.max_blocks = -(-sizes.cache_length // self.block)
+        dtype = spec.target.cache_dtype
+        options = dict(cache_length=sizes.cache_length, num_stop_ids=1, cache_dtype=dtype)
+        row = jax.eval_shape(functools.partial(states.init_state, spec, 1, **options))
+        drafter = spec.drafter
+        goes_back = drafter is None or drafter.bind_abstract().absorbs_again
+        self.slack = slack_of(row) if goes_back else 0
+        full, self._other, _ = split(row)
+        self._full = [
+            jax.ShapeDtypeStruct((1, x.shape[1], self.block, x.shape[3]), x.dtype) for x in full
+        ]
+        self.block_bytes = self._bytes(self._full)
+        self.snapshot_bytes = self._bytes(self._other)
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of the smallest pool, for one slot."""
+        return self.max_blocks * self.block_bytes + self.snapshot_bytes
+
+    def _bytes(self, shapes: list[Any]) -> int:
+        sizes = [(x, _sharding(x, self._mesh).shard_shape(x.shape)) for x in shapes]
+        return sum(int(np.prod(shape)) * x.dtype.itemsize for x, shape in sizes)
+
+
+def min_bytes(sizes: Sizes) -> int:
     """Return the bytes of a runtime's smallest pool, for one slot."""
-    return Pool(runtime, 1 << 62).min_bytes
+    return RowParts(sizes).min_bytes
 
 
-class Pool:
+class Pool(RowParts):
     """Memory for blocks and snapshots on the devices of a runtime, allocated when it is first used.
 
     Args:
@@ -170,30 +222,10 @@ class Pool:
     """
 
     def __init__(self, runtime: Runtime, nbytes: int):
-        if runtime.mesh.shape["data"] > 1:
-            raise FieldError(
-                "prefix_bytes", "needs a mesh whose data axis has one device; leave it out"
-            )
+        super().__init__(runtime)
         self.runtime = runtime
-        self.block = min(BLOCK, runtime.cache_length)
-        self.max_blocks = -(-runtime.cache_length // self.block)
-        row = jax.eval_shape(lambda: runtime.init_state(num_stop_ids=1, rows=1))
-        drafter = runtime.spec.drafter
-        goes_back = drafter is None or drafter.bind_abstract().absorbs_again
-        self.slack = slack_of(row) if goes_back else 0
-        full, self._other, _ = split(row)
-        self._full = [
-            jax.ShapeDtypeStruct((1, x.shape[1], self.block, x.shape[3]), x.dtype) for x in full
-        ]
-        self.block_bytes = self._bytes(self._full)
-        self.snapshot_bytes = self._bytes(self._other)
         self.num_blocks, self.num_snapshots = self._sizes(nbytes)
         self._arrays: PoolArrays | None = None
-
-    @property
-    def min_bytes(self) -> int:
-        """Bytes of the smallest pool, for one slot."""
-        return self.max_blocks * self.block_bytes + self.snapshot_bytes
 
     def _sizes(self, nbytes: int) -> tuple[int, int]:
         """Split bytes into blocks and snapshots: for each snapshot half a slot of blocks, and one slot at least."""
@@ -215,10 +247,6 @@ class Pool:
             return self.max_blocks * snapshots, snapshots
         return (nbytes - snapshots * self.snapshot_bytes) // self.block_bytes, snapshots
 
-    def _bytes(self, shapes: list[Any]) -> int:
-        sizes = [(x, _sharding(x, self.runtime.mesh).shard_shape(x.shape)) for x in shapes]
-        return sum(int(np.prod(shape)) * x.dtype.itemsize for x, shape in sizes)
-
     @property
     def arrays(self) -> PoolArrays:
         """The arrays, empty at first."""
@@ -235,8 +263,7 @@ class Pool:
                 zeros(self.num_blocks, self._full), zeros(self.num_snapshots, self._other)
             )
 
-        mesh = self.runtime.mesh
-        shardings = jax.tree.map(lambda x: _sharding(x, mesh), jax.eval_shape(make))
+        shardings = jax.tree.map(lambda x: _sharding(x, self._mesh), jax.eval_shape(make))
         return jax.jit(make, out_shardings=shardings)()
 
     def drop(self) -> None:
