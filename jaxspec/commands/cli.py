@@ -21,7 +21,9 @@ from jaxspec.commands.generate.command import generate
 from jaxspec.commands.serve.command import serve
 
 OTHER_NAMES = {
-    "--target target": "--model --model-path --model-id --pretrained --checkpoint",
+    "--target target source": "--model --model-path --model-id --pretrained --checkpoint",
+    "target source": "--target",
+    "drafter": "--drafter",
     "--drafter drafter": "--draft-model --speculative-model --assistant-model --spec-model",
     "--num-draft-tokens": "--num-speculative-tokens --num-assistant-tokens --draft-max --spec-tokens",
     "--max-new-tokens --new-tokens": "--max-tokens --max-completion-tokens --max-length --n-predict",
@@ -44,7 +46,7 @@ OTHER_NAMES = {
     "--prefix-gib": "--enable-prefix-caching --prefix-cache",
     "--token": "--hf-token --auth-token",
 }
-"""Options of other programs, by what they are here: an option, or else an argument."""
+"""Options of other programs and commands, by what they are here: an option, or else an argument."""
 
 
 class Command(TyperCommand):
@@ -63,7 +65,8 @@ class Command(TyperCommand):
                 if known and wrong in theirs.split() and hasattr(error, "possibilities"):
                     name = known[0]
                     is_option = name.startswith("--")
-                    shown = name if is_option else f"the argument {name.upper()}"
+                    argument = "SRC" if name == "source" else name.upper()
+                    shown = name if is_option else f"the argument {argument}"
                     error.possibilities = [shown]  # pyright: ignore[reportAttributeAccessIssue]
             raise
 

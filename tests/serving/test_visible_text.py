@@ -190,3 +190,30 @@ def test_a_call_that_cannot_be_read_is_the_content(
     assert 'jaxspec:tool_calls_total{model_name="scripted",outcome="broken"} 5' in (
         live.client.get("/metrics").text
     )
+
+
+def test_a_reply_that_the_limit_cuts_anywhere_may_be_sent_back(scripted: Scripted) -> None:
+    """A stream has told half a call by then. Clients keep it with its content, or alone."""
+    reply = QWEN.thought("of") + "the " + QWEN.call("weather", {"city": "Oslo", "days": [1]})
+    live, _ = scripted(reply + "<|im_end|>")
+    tools = [{**TOOLS[0]["function"], "type": "function"}]
+    with client_of(live) as client:
+        for limit in range(10, len(QWEN.tokenizer.encode(reply)), 3):
+            whole, streamed = both(client, tools=TOOLS, max_tokens=limit)
+            assert whole["message"]["content"] == streamed["content"]
+            calls = [
+                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for id, name, arguments in streamed["calls"]
+            ]
+            told: dict[str, Any] = {"role": "assistant", "tool_calls": calls or None}
+            for content in (streamed["content"], None):
+                messages = [USER, told | {"content": content}, USER]
+                again = live.post("/v1/chat/completions", messages=messages, tools=TOOLS)
+                assert again.status_code == 200, (limit, again.text)
+            options: dict[str, Any] = dict(tools=tools, max_output_tokens=limit, input=[USER])
+            lines = live.post("/v1/responses", **options, stream=True).text.splitlines()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+            options["input"] = [USER, *items, USER]
+            again = live.post("/v1/responses", **options)
+            assert again.status_code == 200, (limit, again.text)
