@@ -234,6 +234,20 @@ def _refuse_adapter(directory: Path) -> None:
     raise CheckpointError(f"{directory} is an adapter (LoRA) of {base!r}, no model: {way_out}")
 
 
+def note_unread(checkpoint: HFCheckpoint) -> None:
+    """Name the files of weights in a directory that are not read, because others are."""
+    read = {tensor.file.name for tensor in checkpoint.tensors.values()}
+    kinds = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+    others = {file.name for kind in kinds for file in checkpoint.directory.glob(kind)} - read
+    if others := sorted(name for name in others if "mmproj" not in name):
+        _LOG.warning(
+            "%s: %s is read, and not %s beside it; remove what is old",
+            checkpoint.directory,
+            listed(sorted(read)),
+            listed(others),
+        )
+
+
 def _gguf_file(directory: Path) -> Path | None:
     """Return the GGUF file that holds the weights of a directory; None if safetensors do.
 
@@ -242,9 +256,7 @@ def _gguf_file(directory: Path) -> Path | None:
     """
     # The vision tower has a file of its own.
     files = [file for file in sorted(directory.glob("*.gguf")) if "mmproj" not in file.name]
-    if other := next(directory.glob(_WEIGHTS), None):
-        for file in files:
-            _LOG.warning("%s is not read, because %s lies beside it", file, other.name)
+    if any(directory.glob(_WEIGHTS)):
         return None
     if len(files) > 1:
         raise CheckpointError(
@@ -274,9 +286,6 @@ def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
         raise CheckpointError(f"{index} is corrupt: it has no weight_map from tensors to files")
     if _is_file(single) and _SINGLE not in names.values():
         # `save_pretrained` leaves the index of an earlier, larger save. transformers takes the single file too.
-        _LOG.warning(
-            "%s is read, and not the shards of %s beside it; remove what is old", single, index.name
-        )
         return {single: None}
     files: dict[Path, list[str]] = {}
     for name, file in names.items():

@@ -343,15 +343,19 @@ def _special_tokens(
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        _refuse_pointer(path)
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{path} cannot be read: {error}") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates, each with a name
         objects = [t for t in template if isinstance(t, dict)]
         template = next((t.get("template") for t in objects if t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+    template = template if isinstance(template, str) else None
+    path = directory / "chat_template.jinja"
+    if not path.is_file():
+        return template
+    _refuse_pointer(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+    if template is not None and template.strip() != text.strip():
+        _LOG.warning("%s is the chat template, and not that of tokenizer_config.json", path)
+    return text

@@ -227,6 +227,25 @@ def test_chat_is_what_transformers_makes_of_it(directory: Path) -> None:
     assert ours.count(tiny_pair.BOS) == 1
 
 
+def test_of_two_templates_the_file_is_taken_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers. An older template often stays in tokenizer_config.json."""
+    from transformers import AutoTokenizer
+
+    tiny_pair.write_tokenizer(tmp_path, template="file {{ messages[0].content }}")
+    for old, notes in (("file {{ messages[0].content }}\n", 0), ("old", 1)):
+        caplog.clear()
+        config = {"bos_token": "<bos>", "chat_template": old}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        messages = [{"role": "user", "content": "a"}]
+        ours = Tokenizer.load(tmp_path).render_chat(messages)
+        assert len(caplog.records) == notes
+        (tmp_path / "config.json").write_text('{"model_type": "gemma4_text"}')
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert ours == theirs.apply_chat_template(messages, tokenize=False) == "file a"
+
+
 def test_a_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
     tiny_pair.write_tokenizer(tmp_path, template=None)
     with pytest.raises(TokenizerError, match="no chat template"):

@@ -132,13 +132,13 @@ class Plan:
         def fits(count: int, length: int) -> bool:
             return self.footprint(data * count, length).total <= limit
 
-        found = {}
+        counts = {}
         for length in lengths:
             beyond = 1
             while fits(beyond, length):
                 beyond *= 2
-            found[str(length)] = data * memory.largest(beyond, lambda n, at=length: fits(n, at))
-        return found
+            counts[str(length)] = data * memory.largest(beyond, lambda n, at=length: fits(n, at))
+        return counts
 
 
 def show(plan: Plan, title: str, console: Console) -> dict[str, Any]:

@@ -321,6 +321,7 @@ def open_hf_source(directory: Path) -> HFSource:
       ConfigError: config.json is malformed, or describes a model that is not supported.
     """
     checkpoint = hf_io.open_checkpoint(directory)
+    hf_io.note_unread(checkpoint)
     read = read_configs(directory, checkpoint.config, checkpoint.generation_config)
     return _matched(checkpoint, *read)
 

@@ -283,10 +283,8 @@ def test_a_single_file_wins_over_an_index(
         for file in target.glob("model-*"):
             file.unlink()
     assert (_params(target)["final_norm"] == 3).all()
-    assert (
-        "model.safetensors is read, and not the shards of model.safetensors.index.json"
-        in caplog.text
-    )
+    note = re.search(r"model\.safetensors is read, and not model-00001-\S+ model-", caplog.text)
+    assert bool(note) == shards_left
 
 
 def test_an_index_of_the_single_file_itself_is_fine(target: Path, caplog: pytest.LogCaptureFixture):
@@ -301,7 +299,24 @@ def test_an_index_of_the_single_file_itself_is_fine(target: Path, caplog: pytest
 def test_a_gguf_file_beside_safetensors_is_named(target: Path, caplog: pytest.LogCaptureFixture):
     (target / "old.gguf").write_bytes(b"GGUF")
     load_target(str(target), dtype="float32")
-    assert "old.gguf is not read, because model-0000" in caplog.text
+    assert "safetensors is read, and not old.gguf beside it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["consolidated.safetensors", "adapter_model.safetensors", "pytorch_model.bin"]
+)
+def test_other_files_of_weights_are_named(
+    target: Path, caplog: pytest.LogCaptureFixture, name: str
+):
+    good = _params(target)
+    assert not caplog.text
+    save_file({"norm.weight": np.zeros(3, np.float32)}, target / name)
+    loaded = _params(target)
+    assert all((loaded[param] == x).all() for param, x in good.items())
+    assert f"is read, and not {name} beside it" in caplog.text
+    caplog.clear()
+    convert(target, target.parent / "ours")
+    assert caplog.text.count("beside it") == 1
 
 
 def test_what_generation_config_asks_in_vain_is_named(
