@@ -47,7 +47,7 @@ BALANCE = 184.0
 
 def bucket(n: int, smallest: int = 1) -> int:
     """Round up to a power of two, at least `smallest`."""
-    return max(smallest, 1 << (n - 1).bit_length() if n > 1 else 1)
+    return max(smallest, 1 << (int(n) - 1).bit_length() if n > 1 else 1)
 
 
 def rows_bucket(count: int, mesh: Mesh) -> int:
@@ -95,7 +95,7 @@ def full_pass(mesh: Mesh, max_prefill_tokens: int | None) -> int:
     """
     full = SHARED_PREFILL if on_cpu(mesh) else FULL_PASS
     if max_prefill_tokens is not None:
-        full = min(full, 1 << max_prefill_tokens.bit_length() - 1)
+        full = min(full, 1 << int(max_prefill_tokens).bit_length() - 1)
     return max(SHARED_PREFILL, full)
 
 

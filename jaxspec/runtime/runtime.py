@@ -94,6 +94,7 @@ def cache_bucket(length: int) -> int:
 
     Few lengths mean few programs to compile, and at most a quarter of the cache is spare.
     """
+    length = int(length)  # numpy's whole numbers have no bit_length
     step = max(128, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -252,3 +254,20 @@ def test_a_warm_engine_compiles_nothing(engine: Engine) -> None:
         done += sum(isinstance(e, Completion) for e in engine.step())
     assert done == len(case(NAME).prompts)
     assert engine.num_compilations == known
+
+
+def test_whole_numbers_of_numpy_have_buckets_too() -> None:
+    """They come out of every array, and lack `bit_length`. The types that tests check refuse them earlier."""
+    script = """
+import numpy as np
+from jaxspec.runtime import prefill, runtime
+from jaxspec.weights.sharding import make_mesh
+mesh = make_mesh()
+for n in (1, 5, 300, 2049):
+    assert prefill.bucket(np.int64(n)) == prefill.bucket(n)
+    assert runtime.cache_bucket(np.int64(n)) == runtime.cache_bucket(n)
+    whole, plain = (prefill.full_pass(mesh, x) for x in (np.int64(n), n))
+    assert whole == plain
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
