@@ -1,4 +1,4 @@
-"""Rules for DFlash drafters in z-lab's layout, which has no embedding and no head."""
+"""Rules for DFlash drafters. In z-lab's layout they have no embedding and no head."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from checkpoints_convert.rules import (
     heads,
     linear,
     linear_out,
+    offsets,
     same,
 )
 
@@ -19,6 +20,9 @@ _RULES = (
     Rule("fc.weight", "fuse", linear),
     Rule("hidden_norm.weight", "context_norm", same),
     Rule("norm.weight", "final_norm", same),
+    Rule("embed_tokens.weight", "embedding", same),
+    Rule("lm_head.weight", "head", same),
+    Rule("d2t", "ids", offsets),
     Rule("layers.{i}.input_layernorm.weight", "layers.{i}.input_norm", same),
     Rule("layers.{i}.self_attn.q_proj.weight", "layers.{i}.q", linear),
     Rule(
@@ -38,7 +42,11 @@ _RULES = (
     Rule("layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down", linear),
 )
 
-_SKIPS = (Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),)
+_SKIPS = (
+    Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),
+    Skip(r"t2d", "the inverse of d2t, for training"),
+    Skip(r"verifier_(norm|lm_head)\.weight", "weights of the target, for training"),
+)
 
 
 def rule_set(params: Iterable[str], *, num_layers: int) -> RuleSet:

@@ -171,11 +171,16 @@ class HFCheckpoint:
 
     def equal(self, first: str, second: str) -> bool:
         """Return whether two tensors are equal bit for bit."""
-        a, b = self.tensors[first], self.tensors[second]
-        return (a.shape, a.dtype) == (b.shape, b.dtype) and all(
-            np.array_equal(x.view(np.uint8), y.view(np.uint8))
-            for x, y in zip(self.slabs(first), self.slabs(second), strict=True)
-        )
+        return equal(self, first, self, second)
+
+
+def equal(one: HFCheckpoint, name: str, other: HFCheckpoint, its_name: str) -> bool:
+    """Return whether two tensors, each of a checkpoint, are equal bit for bit."""
+    a, b = one.tensors[name], other.tensors[its_name]
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and all(
+        np.array_equal(x.view(np.uint8), y.view(np.uint8))
+        for x, y in zip(one.slabs(name), other.slabs(its_name), strict=True)
+    )
 
 
 def open_checkpoint(directory: Path) -> HFCheckpoint:

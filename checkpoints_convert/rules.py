@@ -37,7 +37,7 @@ _TILE = 512
 class Transform:
     """An exact conversion between source tensors and one parameter, in both directions.
 
-    It moves numbers and changes none. Both directions take numpy arrays, which file reads return,
+    It moves numbers, and changes no floats. Both directions take numpy arrays, which file reads return,
     and JAX arrays, including traced ones.
 
     Attributes:
@@ -146,6 +146,19 @@ scalars = Transform(
 
 permutation = Transform("permutation", same.to_param, same.to_sources, integers=True)
 """Copies an ordering of all tokens as it is. Conversion checks that no token is left out."""
+
+
+def _indices(x: Any) -> Any:
+    return (np if isinstance(x, np.ndarray) else jnp).arange(x.size, dtype=x.dtype)
+
+
+offsets = Transform(
+    "offsets",
+    lambda sources, shape: sources[0] + _indices(sources[0]),
+    lambda x, _: (x - _indices(x),),
+    integers=True,
+)
+"""Turns distances from an index to a token id into ids. Conversion checks that no id is there twice."""
 
 linear = Transform("linear", _from_linear, _to_linear, _linear_rows)
 """Joins [out, in] matrices along out into [in, *out]: one projection, or gate and up."""

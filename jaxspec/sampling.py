@@ -203,10 +203,19 @@ def adjust(
         return logits
 
 
-def suppress(logits: Float[Array, "... V"], tokens: tuple[int, ...]) -> Float[Array, "... V"]:
-    """Set the logits of `tokens` to -inf. Logits of NaN or +inf become NaN, so they still show."""
+def suppress(
+    logits: Float[Array, "... V"], tokens: tuple[int, ...], ids: Int[Array, " V"] | None = None
+) -> Float[Array, "... V"]:
+    """Set the logits of `tokens` to -inf. Logits of NaN or +inf become NaN, so they still show.
+
+    Args:
+      ids: the token of each logit; None when the logits are of all tokens, in order.
+    """
     if not tokens:
         return logits
+    if ids is not None:
+        among = jnp.isin(ids, np.asarray(tokens, np.int32))
+        return logits + jnp.where(among, -jnp.inf, jnp.float32(-0.0))
     # -0.0 changes no number, nor the sign of 0.
     added = np.full(logits.shape[-1], -0.0, np.float32)
     added[list(tokens)] = -np.inf

@@ -43,6 +43,12 @@ class ConvertOptions:
         None, f"Quantise linears and experts. {QUANTIZE}", metavar="FORMAT"
     )
     quantize_head: Quantized | None = option(None, "Also embedding and head.", metavar="FORMAT")
+    target: str | None = option(
+        None,
+        "Of a drafter: its target, a Hugging Face directory or hub id. An embedding that equals the "
+        "target's to the bit is left out.",
+        metavar="DIR",
+    )
     revision: str | None = option(
         None, "Branch, tag or commit of a hub id. Default: its main branch."
     )
@@ -53,8 +59,8 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         """Refuse impossible options, with UsageError."""
-        formats = self.quantize or self.quantize_head
-        if self.to_hf and (self.dtype or formats or self.revision or self.token or self.offline):
+        others = self.quantize or self.quantize_head or self.target
+        if self.to_hf and (self.dtype or others or self.revision or self.token or self.offline):
             raise UsageError("--to-hf takes no other option: it restores the files as they came")
 
 
@@ -138,6 +144,7 @@ def convert_command(
                 dtype=options.dtype,
                 quantize=options.quantize,
                 quantize_head=options.quantize_head,
+                target=options.target,
                 revision=options.revision,
                 token=options.token,
                 offline=options.offline,
@@ -157,5 +164,7 @@ def _print_summary(console: Console, report: Report) -> None:
         lines.append(
             f"removed what an interrupted conversion had left: {decimal(report.left_behind)}"
         )
+    if report.shared is False:
+        lines.append("the drafter's embedding differs from the target's, and is kept")
     lines += [f"skipped {count} tensors: {reason}" for reason, count in report.skipped.items()]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

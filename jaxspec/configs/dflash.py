@@ -1,4 +1,7 @@
-"""DFlash block drafters in z-lab's layout: their config, its reader, and the released drafters."""
+"""DFlash block drafters: their config, its reader for z-lab's layout, and the released drafters.
+
+`speculators` reads the config of the same drafters in another container.
+"""
 
 from __future__ import annotations
 
@@ -42,26 +45,38 @@ from jaxspec.configs.fields import (
     words_of,
 )
 from jaxspec.configs.known_keys import check_plain_rope, refuse_unknown
-from jaxspec.options import REQUIRED, shown, whole
+from jaxspec.options import REQUIRED, Range, shown, whole
 
 ARCHITECTURES = ("DFlashDraftModel",)
 BLOCKS = whole(2, MOST_DRAFTS)  # the anchor, and a slot to draft
 LAYER_IDS = whole(0, MOST_LAYERS)
+CONTAINERS = ("z-lab", "speculators")
+_CONTAINER = Range(" or ".join(CONTAINERS), lambda x: x in CONTAINERS, kind="a word")
 
 
 @dataclass(frozen=True, repr=False)
 class DFlashConfig:
-    """A block drafter in z-lab's layout, which fills a block of masks in one pass.
+    """A block drafter, which fills a block of masks in one pass.
 
     Its context is features of the target.
 
     Attributes:
-      hidden_size: also the target's, because the drafter uses the target's embedding and head.
+      vocab_size: of the target.
       causal: for each layer, whether attention inside the block is causal.
       block_size: the anchor and the masks together.
       feature_layers: the target layers whose outputs are the context features, in order.
+      num_target_layers: None where the file does not say.
       sliding_window: w, where position q of a sliding layer sees keys q - w < k <= q.
-      scale_embeddings: whether block embeddings are multiplied by the target's embedding scale.
+      window_from_anchor: whether the window begins w keys before the anchor instead, for all
+        positions of a block.
+      scale_embeddings: whether block embeddings are multiplied by the embedding scale: of the
+        target, or sqrt(hidden_size) where the embedding is the drafter's own.
+      own_embedding, own_head: whether the drafter has these. It uses the target's otherwise.
+      draft_vocab_size: the number of tokens that its own head has logits of. None: all.
+      sample_from_anchor: whether the anchor's slot predicts too. Slot i then predicts the token
+        after its position, and a block has a draft for each slot.
+      target_hidden_size: width of the features. None: hidden_size.
+      container: the layout of the files.
     """
 
     vocab_size: int = size()
@@ -75,13 +90,20 @@ class DFlashConfig:
     block_size: int = limited(BLOCKS)
     mask_token_id: int = limited(IDS)
     feature_layers: tuple[int, ...] = several(LAYER_IDS, limit=MOST_LAYERS)
-    num_target_layers: int = limited(LAYERS)
     max_positions: int = size()
+    num_target_layers: int | None = limited(LAYERS, None)
     sliding_window: int | None = limited(SIZES, None)
+    window_from_anchor: bool = flag(False)
     scale_embeddings: bool = flag(True)
     final_logit_softcap: float | None = limited(SOFTCAPS, None)
     rope_theta: float = limited(THETAS, 1_000_000.0)
     rms_norm_eps: float = limited(EPS, 1e-6)
+    own_embedding: bool = flag(False)
+    own_head: bool = flag(False)
+    draft_vocab_size: int | None = limited(SIZES, None)
+    sample_from_anchor: bool = flag(False)
+    target_hidden_size: int | None = limited(SIZES, None)
+    container: str = limited(_CONTAINER, "z-lab")
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -99,8 +121,20 @@ class DFlashConfig:
                 f"num_heads {self.num_heads} is not a multiple of {self.num_kv_heads} kv heads"
             )
         check_ids("mask_token_id", (self.mask_token_id,), self.vocab_size)
+        if self.draft_vocab_size is not None and not (
+            self.own_head and self.draft_vocab_size < self.vocab_size
+        ):
+            raise ConfigError(
+                f"draft_vocab_size {self.draft_vocab_size} is for a head of the drafter's own with fewer "
+                f"tokens than vocab_size {self.vocab_size}"
+            )
+        if self.feature_size != self.hidden_size and not (self.own_embedding and self.own_head):
+            raise ConfigError(
+                f"target_hidden_size {self.feature_size} is not hidden_size {self.hidden_size}: the "
+                "target's embedding and head do not fit such a drafter, which needs its own"
+            )
         # Some engines norm the last layer's output and others do not. No known drafter uses it.
-        if max(self.feature_layers) >= self.num_target_layers - 1:
+        if self.num_target_layers and max(self.feature_layers) >= self.num_target_layers - 1:
             raise ConfigError(
                 f"feature_layers {shown(list(self.feature_layers))} do not fit a target of "
                 f"{self.num_target_layers} layers: expected numbers from 0 to {self.num_target_layers - 2}"
@@ -109,6 +143,20 @@ class DFlashConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot of a block that predicts a token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def feature_size(self) -> int:
+        """The width of one feature, which is the target's."""
+        return self.target_hidden_size or self.hidden_size
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DFlashConfig:
@@ -168,17 +216,15 @@ class DFlashConfig:
         wrong = [
             f"{name}: drafter {ours}, target {theirs}"
             for name, ours, theirs in (
-                ("hidden_size", self.hidden_size, target.hidden_size),
+                ("hidden_size", self.feature_size, target.hidden_size),
                 ("vocab_size", self.vocab_size, target.vocab_size),
                 ("num_target_layers", self.num_target_layers, target.num_layers),
             )
-            if ours != theirs
+            if ours not in (theirs, None)
         ]
-        beyond = [i for i in self.feature_layers if i >= target.num_layers]
-        if beyond:
-            wrong.append(
-                f"feature layers {beyond}: the target has layers 0 to {target.num_layers - 1}"
-            )
+        last = target.num_layers - (1 if self.num_target_layers else 2)  # of the former it is known
+        if beyond := [i for i in self.feature_layers if i > last]:
+            wrong.append(f"feature layers {beyond}: expected numbers from 0 to {last}")
         if wrong:
             raise ConfigError(f"the drafter does not fit the target: {'; '.join(wrong)}")
 

@@ -1,12 +1,11 @@
-"""The names of drafters that jaxspec does not run, and how their config.json shows them.
+"""The methods of drafters, and how a config.json shows them. jaxspec does not run all of them.
 
-Many of them have the architecture or the model type of a model that it does run, with tensors that it
-would refuse one by one. Read `refuse_other_methods`.
+Many files have the architecture or the model type of another method or of a target. Read `method_of`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.configs.fields import WORDS, ConfigError, object_of, read, words_of
@@ -53,35 +52,43 @@ _ARCHITECTURES = {
 _OBJECTS = ("dflash_config", "dflash_architecture_config")
 
 
-def refuse_other_methods(config: Mapping[str, Any]) -> None:
-    """Refuse a config.json of a drafter of another method, or in another container, by its name.
+def method_of(config: Mapping[str, Any], known: Collection[str]) -> str | None:
+    """Return the method of a drafter's config.json; None if nothing shows one.
+
+    Args:
+      known: the methods that jaxspec runs.
 
     Raises:
-      ConfigError: naming the method, and the key that shows it.
+      ConfigError: it is of another method. The message names it, and the key that shows it.
     """
-    if (of_method := _method_of(config)) is not None:
-        method, sign = of_method
-        raise ConfigError(
-            f"config.json is of a {method} drafter ({sign}), which jaxspec does not run. It drafts "
-            "with DFlash in z-lab's layout and with Gemma 4's MTP assistants: take such a drafter "
-            "of this target, or none"
-        )
+    if (of_method := _method_of(config)) is None:
+        return None
+    method, sign = of_method
+    if method in known:
+        return method
+    raise ConfigError(
+        f"config.json is of a {method} drafter ({sign}), which jaxspec does not run. It drafts "
+        f"with {', '.join(sorted(known))} and with Gemma 4's MTP assistants: take such a drafter "
+        "of this target, or none"
+    )
 
 
 def _method_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the name of a method, and the key or the word that shows it."""
-    if (word := read(config, "speculators_model_type", WORDS, None)) is not None:
-        sign = f"speculators_model_type {word}"
-        return f"{_WORDS.get(word.lower(), word)} (speculators container)", sign
+    of_container = read(config, "speculators_model_type", WORDS, None)
     parts = {"": config, **{f"{name}.": object_of(config, name) for name in _OBJECTS}}
     for where, part in parts.items():
-        word = read(part, "projector_type", WORDS, None)
-        if (method := _WORDS.get(word)) not in (None, "DFlash"):
+        word: str = read(part, "projector_type", WORDS, "")
+        if (method := _WORDS.get(word, "DFlash")) != "DFlash":
             return method, f"{where}projector_type {word}"
         for begin, method in _KEYS.items():
             key = next((k for k, v in part.items() if k.startswith(begin) and v is not None), None)
             if key is not None:
                 return method, f"{where}{key}"
+    if of_container is not None:
+        return _WORDS.get(
+            str(of_container), str(of_container)
+        ), f"speculators_model_type {of_container}"
     for name in words_of(config, "architectures"):
         method = next((m for mark, m in _ARCHITECTURES.items() if mark in name), None)
         if method is not None:

@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
+from jaxspec.configs.base import LayerType
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
 from jaxspec.drafters.selector import Block, Independent
@@ -35,6 +36,7 @@ from jaxspec.models.layers import (
     project,
     rms_norm,
     rope_frequencies,
+    rounded_sqrt,
     softcap,
     table_logits,
 )
@@ -53,14 +55,14 @@ _NO_SOFTCAP = 1e6  # so high a cap bends no logit, and unlike infinity it can be
 
 
 class DFlashDrafter(Drafter[DFlashState]):
-    """A DFlash drafter. It uses the target's embedding and head."""
+    """A DFlash drafter. It uses the target's embedding and head where it has none of its own."""
 
     absorbs_again = True
     drafts_by_slot = True
     reads_last_hidden_only = True
 
     def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype):
-        d, c = config.hidden_size, config.hidden_size * len(config.feature_layers)
+        d, c = config.hidden_size, config.feature_size * len(config.feature_layers)
         self.config = config
         self.mask_token_id: int | Array = config.mask_token_id
         self.softcap: float | Array | None = config.final_logit_softcap
@@ -70,6 +72,14 @@ class DFlashDrafter(Drafter[DFlashState]):
             [DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
         )
         self.final_norm = param(d, dtype=dtype)
+        table: dict[str, Any] = dict(dtype=dtype, fan_in=d, axes=("vocab", None), table=True)
+        if config.own_embedding:
+            self.embedding = param(config.vocab_size, d, lookup=True, **table)
+        if config.own_head:
+            size = config.draft_vocab_size or config.vocab_size
+            self.head = param(size, d, contracting_axes=(1,), **table)
+        if config.draft_vocab_size is not None:
+            self.ids = param(config.draft_vocab_size, dtype=jnp.dtype(jnp.int32))
         self.selector = Independent()
 
     @property
@@ -78,7 +88,7 @@ class DFlashDrafter(Drafter[DFlashState]):
 
     @property
     def max_draft_tokens(self) -> int:
-        return self.config.block_size - 1
+        return self.config.max_draft_tokens
 
     def assume(self, values: Mapping[str, Array]) -> None:
         self.mask_token_id = nnx.data(values["mask_token_id"])
@@ -94,14 +104,20 @@ class DFlashDrafter(Drafter[DFlashState]):
                 c.num_kv_heads,
                 c.head_dim,
                 cache_length=cache_length,
-                window=c.sliding_window if kind == "sliding" else None,
-                slack=c.block_size,
+                window=self._ring_window(kind),
+                slack=c.max_draft_tokens + 1,
                 dtype=dtype,
             )
             for kind in c.layer_types
         )
 
-    def context(self, features: tuple[Float[Array, "B T D"], ...]) -> Float[Array, "B T D"]:
+    def _ring_window(self, kind: LayerType) -> int | None:
+        """Return how many keys the anchor sees in a layer of this kind, its own included; None: all."""
+        if kind == "full" or self.config.sliding_window is None:
+            return None
+        return self.config.sliding_window + self.config.window_from_anchor
+
+    def context(self, features: tuple[Float[Array, "B T F"], ...]) -> Float[Array, "B T D"]:
         """Fuse target features into the context that every draft layer reads."""
         fused = project(whole_rows(jnp.concatenate(features, axis=-1)), self.fuse[...])
         return rms_norm(whole_rows(fused), self.context_norm[...], self.config.rms_norm_eps)
@@ -139,11 +155,22 @@ class DFlashDrafter(Drafter[DFlashState]):
             num_draft_tokens=depth,
             num_wanted=view.num_verified,
         )
-        logits = suppress(logits, view.suppress_tokens)
-        block = Block(anchors, hidden, logits, None, self.config.vocab_size)
+        ids = None if self.config.draft_vocab_size is None else self.ids[...]
+        logits = suppress(logits, view.suppress_tokens, ids)
+        block = Block(anchors, hidden, logits, ids, self.config.vocab_size)
         if tree is not None:
             return self.selector.tree(block, tree, num_draft_tokens)
         return self.selector.chain(block, draws)
+
+    def _in_window(
+        self, segment: KVSegment, lengths: Int[Array, " B"], kind: LayerType
+    ) -> KVSegment:
+        """Hide keys before a window that begins before the anchor."""
+        window = self.config.sliding_window
+        if kind == "full" or window is None or not self.config.window_from_anchor:
+            return segment
+        seen = segment.positions >= lengths[:, None] - window
+        return segment._replace(positions=jnp.where(seen, segment.positions, -1))
 
     def block(
         self,
@@ -155,33 +182,43 @@ class DFlashDrafter(Drafter[DFlashState]):
         num_draft_tokens: int,
         num_wanted: int | None = None,
     ) -> tuple[Float[Array, "B G D"], Float[Array, "B G V"]]:
-        """Return hidden states and logits of the masked positions of a block.
+        """Return hidden states and logits of the slots of a block that predict.
 
         Args:
           context: each layer's keys and values at positions below `lengths`.
           lengths: the position of each row's anchor.
-          num_draft_tokens: masked positions.
+          num_draft_tokens: slots that predict.
           num_wanted: the number of positions to return, from the first one on; None: all.
         """
         c = self.config
-        masks = jnp.full((anchors.shape[0], num_draft_tokens), self.mask_token_id, anchors.dtype)
+        num_masks = num_draft_tokens - (1 - c.first_slot)
+        masks = jnp.full((anchors.shape[0], num_masks), self.mask_token_id, anchors.dtype)
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         with jax.named_scope("dflash_draft"):
-            x = target.embed(tokens, scaled=c.scale_embeddings)
-            for layer, segment in zip(self.layers, context, strict=True):
-                x = layer(x, positions, segment)
-            last = None if num_wanted is None else num_wanted + 1
-            x = rms_norm(x[:, 1:last], self.final_norm[...], c.rms_norm_eps)
+            x = self.embed(tokens, target)
+            for layer, segment, kind in zip(self.layers, context, c.layer_types, strict=True):
+                x = layer(x, positions, self._in_window(segment, lengths, kind))
+            last = None if num_wanted is None else num_wanted + c.first_slot
+            x = rms_norm(x[:, c.first_slot : last], self.final_norm[...], c.rms_norm_eps)
             return x, softcap(self.head_logits(x, target), self.softcap)
 
     def block_logits(self, *args: Any, **options: Any) -> Float[Array, "B G V"]:
         """Return the logits of `block`, which has the arguments."""
         return self.block(*args, **options)[1]
 
+    def embed(self, tokens: Int[Array, "B T"], target: Target) -> Float[Array, "B T D"]:
+        """Look tokens of a block up."""
+        if not self.config.own_embedding:
+            return target.embed(tokens, scaled=self.config.scale_embeddings)
+        x = whole_rows(self.embedding[tokens])
+        return x * rounded_sqrt(x.shape[-1], x.dtype) if self.config.scale_embeddings else x
+
     def head_logits(self, x: Float[Array, "B G D"], target: Target) -> Float[Array, "B G V"]:
-        """Multiply normed rows of a block by the head, which is the target's."""
-        return target.head(x)
+        """Multiply normed rows of a block by the head."""
+        if not self.config.own_head:
+            return target.head(x)
+        return table_logits(x, self.head[...], rounding=True)
 
 
 class DFlashWithHead(DFlashDrafter):
@@ -223,7 +260,8 @@ class DFlashLayer(nnx.Module):
         self.mlp_norm = param(d, dtype=dtype)
         self.mlp = GatedMLP(d, config.intermediate_size, activation="silu", dtype=dtype)
         self.causal = config.causal[index]
-        self.window = config.sliding_window if config.layer_types[index] == "sliding" else None
+        sliding = config.layer_types[index] == "sliding" and not config.window_from_anchor
+        self.window = config.sliding_window if sliding else None
         self.theta: float | Array = config.rope_theta
         self.eps = config.rms_norm_eps
 

@@ -7,7 +7,6 @@ layer holds only what it needs. Source for every detail: transformers
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jaxspec.models.layers import (
     norm_for,
     project,
     rms_norm,
+    rounded_sqrt,
     softcap,
     table_logits,
 )
@@ -146,7 +146,7 @@ class Embedder(nnx.Module):
     def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
         """Look tokens up; scaled by sqrt(D) rounded to the weight dtype (31B in bfloat16: 73.5)."""
         x = whole_rows(self.table[tokens])
-        return x * _rounded_sqrt(x.shape[-1], x.dtype) if scaled else x
+        return x * rounded_sqrt(x.shape[-1], x.dtype) if scaled else x
 
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Multiply by the table, in float32."""
@@ -170,7 +170,7 @@ class PerLayerInputs(nnx.Module):
         d, n, p = self.projection.shape
         # Ids past this table (placeholders of other modalities) read row 0, as transformers does.
         ids = jnp.where(tokens < self.table.shape[0], tokens, 0)
-        looked_up = whole_rows(self.table[ids]).reshape(*tokens.shape, n, p) * _rounded_sqrt(
+        looked_up = whole_rows(self.table[ids]).reshape(*tokens.shape, n, p) * rounded_sqrt(
             p, x.dtype
         )
         projected = project(x, self.projection[...])
@@ -306,7 +306,3 @@ def run_layer(
 def _two_at_least(rows: Int[Array, "B R"]) -> Int[Array, "B _"]:
     """Repeat a single row, for the reason that `pallas_kernels.common.single_row` gives."""
     return jnp.repeat(rows, 2, axis=1) if rows.size == 1 else rows
-
-
-def _rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:
-    return jnp.asarray(math.sqrt(x), dtype)

@@ -38,6 +38,7 @@ __all__ = [
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
+    "rounded_sqrt",
     "softcap",
     "sums_of",
     "table_logits",
@@ -228,3 +229,7 @@ def norm_for(
     """Return the norm before a product. It rounds if the weight's format rounds activations."""
     rounding = isinstance(weight, QuantisedArray) and weight.rounds_activations
     return RoundedNorm(scale) if rounding else scale
+
+
+def rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:
+    return jnp.asarray(math.sqrt(x), dtype)

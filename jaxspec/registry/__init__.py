@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.configs.drafter_methods import refuse_other_methods
+from jaxspec.configs.drafter_methods import method_of
 from jaxspec.configs.fields import WORDS, ConfigError, read
 from jaxspec.options import shown
 from jaxspec.registry import dflash, gemma4, gemma4_vision, mtp, qwen3
@@ -108,7 +108,9 @@ def recognise(config: Mapping[str, Any]) -> Family:
     recognised = (f for f in (*families("drafter"), *families("target")) if f.recognises(config))
     family = next(recognised, None)
     if family is None or family in _OWN:  # files of other methods have their types
-        refuse_other_methods(config)
+        own = {one.method: one for one in _OWN if one.method is not None}
+        if (method := method_of(config, own)) is not None:
+            return own[method]
     if family is not None:
         return family
     known = (*families("target"), *families("drafter"))

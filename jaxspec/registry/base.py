@@ -6,7 +6,7 @@ An entry is plain data and functions. Its functions import modules and tables of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,7 +53,11 @@ class Family:
         negligible.
       conventions: for a drafter, what it assumes about its target.
       with_head: for a drafter that borrows the target's head, what `module` is for the same drafter
-        with a copy of that head, a weight named `head`. None for all others.
+        with a copy of that head, a weight named `head`. It takes the config, and returns None for
+        all others.
+      method: the name of a drafter's method in `configs.drafter_methods`, where files show it.
+      fit_to: returns the config of a checkpoint with tensors of these names, where its config.json
+        leaves open which parameters it has.
       randomise: makes random weights behave as real weights do. It takes the weights and their
         seed.
     """
@@ -72,7 +76,9 @@ class Family:
     drafter_for: Callable[[str, TargetConfig], tuple[ModelConfig, str]] | None = None
     cost: Callable[[DraftStep, int, int], StepCost] | None = None
     conventions: Conventions | None = None
-    with_head: Callable[[], type[Any]] | None = None
+    with_head: Callable[[ModelConfig], type[Any] | None] = lambda config: None
+    method: str | None = None
+    fit_to: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     randomise: Callable[[Params, int], Params] = lambda params, seed: params
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
@@ -161,7 +167,8 @@ class Conventions:
     Of alternatives that do equally well, `check` names the first. Put the most usual first.
 
     Attributes:
-      keys: the keys of config.json that may set each field. See `configs.base.find_key`.
+      keys: the keys of config.json that may set each field, see `configs.base.find_key`; or a
+        function of the config that returns them.
       in_force: returns the conventions in force. It takes the configs of target and drafter, and the
         dtype of the target.
       changes: returns other plausible values of config fields. It takes the configs of target and
@@ -178,10 +185,14 @@ class Conventions:
         anchor included; "" for drafters without blocks.
     """
 
-    keys: Mapping[str, Sequence[str]]
+    keys: Mapping[str, Sequence[str]] | Callable[[ModelConfig], Mapping[str, Sequence[str]]]
     in_force: Callable[[TargetConfig, ModelConfig, str], Iterable[Assumption]]
     changes: Callable[[TargetConfig, ModelConfig, Sequence[int]], Iterable[Change]]
     weight_changes: Callable[[TargetConfig, Params], Iterable[WeightChange]] = _no_weight_changes
     traced: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}
     later_only: str = ""
     shortened: str = ""
+
+    def keys_of(self, config: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return the keys that may set each field of a config."""
+        return self.keys(config) if callable(self.keys) else self.keys

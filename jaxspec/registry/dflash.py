@@ -1,12 +1,13 @@
-"""The family of DFlash block drafters in z-lab's layout."""
+"""The family of DFlash block drafters, in z-lab's layout and in the speculators container."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.configs import speculators
 from jaxspec.configs.base import TargetConfig
 from jaxspec.configs.dflash import (
     ARCHITECTURES,
@@ -15,6 +16,7 @@ from jaxspec.configs.dflash import (
     DFlashConfig,
     default_feature_layers,
 )
+from jaxspec.configs.speculators import is_speculators, read_speculators
 from jaxspec.registry.base import Assumption, Change, Conventions, Family, WeightChange
 from jaxspec.registry.costs import DraftStep, StepCost, operations, stored_bytes
 from jaxspec.registry.describe import shown_scale
@@ -27,7 +29,24 @@ if TYPE_CHECKING:
 
 def _read(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> DFlashConfig:
     del generation
+    if is_speculators(config):
+        return read_speculators(DFlashConfig, config)
     return DFlashConfig.from_hf(config)
+
+
+def fit_to(config: DFlashConfig, names: Collection[str]) -> DFlashConfig:
+    """Return the config of a drafter without the tables that its files leave out, as some do."""
+    last = {name.removeprefix("model.") for name in names}
+    return dataclasses.replace(
+        config,
+        own_embedding=config.own_embedding and "embed_tokens.weight" in last,
+        own_head=config.own_head and (bool(config.draft_vocab_size) or "lm_head.weight" in last),
+    )
+
+
+def keys_of(config: DFlashConfig) -> Mapping[str, Sequence[str]]:
+    """Return the keys that may set each field, in the container of a drafter."""
+    return speculators.KEYS if config.container == "speculators" else KEYS
 
 
 def _module() -> type[Any]:
@@ -36,10 +55,10 @@ def _module() -> type[Any]:
     return DFlashDrafter
 
 
-def _module_with_head() -> type[Any]:
+def _module_with_head(config: DFlashConfig) -> type[Any] | None:
     from jaxspec.drafters.dflash import DFlashWithHead
 
-    return DFlashWithHead
+    return None if config.own_head else DFlashWithHead
 
 
 def _rules(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
@@ -103,11 +122,15 @@ def _cost(step: DraftStep, batch: int, context: int) -> StepCost:
     from jaxspec.quantised import get_format
 
     config: DFlashConfig = step.config
-    block = step.depth + 1  # a tree also takes one block, whose positions are its levels
+    block = (
+        step.depth + config.first_slot
+    )  # a tree also takes one block, whose positions are its levels
     rows = batch * block
     weight_bytes = flops = kv_bytes = 0.0
     weights = dict(step.weights)
     head: Any = weights.pop("head", None)
+    if weights.pop("embedding", None) is not None:
+        weight_bytes += rows * config.hidden_size * step.itemsize
     for name, a in weights.items():
         # Keys and values are computed twice: once for the drafted block, once for the kept context.
         uses = 2 if name.endswith(".kv") else 1
@@ -116,7 +139,13 @@ def _cost(step: DraftStep, batch: int, context: int) -> StepCost:
     weight_bytes += step.head_bytes if head is None else stored_bytes(head)
     # Drafts may round what a table multiplies, and products of 8-bit floats count half.
     rounds = head is not None and get_format(head.format).rounds_activations
-    products = 2.0 * config.vocab_size * config.hidden_size * batch * step.depth
+    products = (
+        2.0
+        * (config.draft_vocab_size or config.vocab_size)
+        * config.hidden_size
+        * batch
+        * step.depth
+    )
     flops += products * (0.5 if rounds else 1.0)
     for kind in config.layer_types:
         seen = context if kind == "full" else min(context, config.sliding_window or context)
@@ -129,7 +158,8 @@ def _in_force(target: TargetConfig, c: DFlashConfig, dtype: str) -> Iterator[Ass
     def assumption(name: str, field: str, shown: str, default: str = "none") -> Assumption:
         return Assumption(name, getattr(c, field), shown, field, default)
 
-    shown = f"outputs of {', '.join(map(str, c.feature_layers))} of 0-{c.num_target_layers - 1}"
+    yield Assumption("container", c.container, c.container, origin="{config}")
+    shown = f"outputs of {', '.join(map(str, c.feature_layers))} of 0-{target.num_layers - 1}"
     yield assumption("feature layers", "feature_layers", shown, "evenly spaced")
     shown = ", ".join(c.layer_types)
     yield assumption("layer types", "layer_types", shown, "all full")
@@ -140,17 +170,36 @@ def _in_force(target: TargetConfig, c: DFlashConfig, dtype: str) -> Iterator[Ass
     yield assumption(
         "inside the block", "causal", ", ".join(layers), "sliding layers causal, full ones not"
     )
-    shown = shown_scale(target, dtype, scaled=c.scale_embeddings)
-    yield assumption("embedding scale", "scale_embeddings", shown, "scaled")
-    shown = "none" if c.final_logit_softcap is None else f"{c.final_logit_softcap:g}"
-    yield assumption("logit soft cap", "final_logit_softcap", shown)
+    method = "the container: no key changes it"
+    if c.own_embedding:
+        shown = f"its own embedding, {'scaled' if c.scale_embeddings else 'not scaled'}"
+    else:
+        shown = shown_scale(target, dtype, scaled=c.scale_embeddings)
+    cap = "none" if c.final_logit_softcap is None else f"{c.final_logit_softcap:g}"
+    if c.container == "speculators":
+        yield Assumption("embedding scale", c.scale_embeddings, shown, origin=method)
+        yield Assumption("logit soft cap", c.final_logit_softcap, cap, origin=method)
+    else:
+        yield assumption("embedding scale", "scale_embeddings", shown, "scaled")
+        yield assumption("logit soft cap", "final_logit_softcap", cap)
+    shown = "its own" if c.own_head else "the target's"
+    if c.draft_vocab_size is not None:
+        shown += f", of {c.draft_vocab_size} of {c.vocab_size} tokens"
+    yield Assumption("head", c.draft_vocab_size, shown, origin="the tensors")
     if "sliding" in c.layer_types:
         shown = f"{c.sliding_window} keys on sliding layers, the query's own included"
+        if c.window_from_anchor:
+            shown = f"{c.sliding_window} keys before the anchor on sliding layers"
         yield assumption("window", "sliding_window", shown)
     yield assumption("rope theta", "rope_theta", f"{c.rope_theta:g}")
     yield assumption("mask id", "mask_token_id", str(c.mask_token_id))
     shown = f"{c.block_size}: anchor + {c.block_size - 1} drafts"
+    if c.sample_from_anchor:
+        shown = f"{c.block_size}: as many drafts, the first of them at the anchor"
     yield assumption("block size", "block_size", shown)
+    if c.container == "speculators":
+        shown = "predicts the first draft" if c.sample_from_anchor else "predicts nothing"
+        yield assumption("slot of the anchor", "sample_from_anchor", shown, "predicts nothing")
     shown = "anchor at n, masks from n + 1 (n: committed tokens)"
     yield Assumption("positions", "n", shown)
 
@@ -170,8 +219,16 @@ _USUAL_SOFTCAPS = (None, 30.0, 15.0, 50.0)
 
 def _changes(target: TargetConfig, c: DFlashConfig, special_ids: Sequence[int]) -> Iterator[Change]:
     """Yield changes, the usual ones before others that may do as well on a short text."""
-    yield from _feature_changes(c)
-    if target.embedding_scale != 1:  # with a scale of 1 both are the same
+    for change in _feature_changes(c):
+        if c.num_target_layers is not None or max(change.value) < target.num_layers - 1:
+            yield change
+    if c.container == "speculators":
+        other = not c.sample_from_anchor
+        name = "drafts from the anchor's slot" if other else "no draft from the anchor's slot"
+        drafts = c.block_size - (not other)
+        yield Change(name, "sample_from_anchor", other, num_draft_tokens=drafts)
+    # With a scale of 1 both are the same. The keys of the scale and of the cap are z-lab's.
+    if target.embedding_scale != 1 and c.container == "z-lab":
         name = "embeddings not scaled" if c.scale_embeddings else "embeddings scaled"
         yield Change(name, "scale_embeddings", not c.scale_embeddings)
     yield from _attention_changes(target, c)
@@ -181,23 +238,30 @@ def _changes(target: TargetConfig, c: DFlashConfig, special_ids: Sequence[int]) 
     for theta in _USUAL_THETAS:
         if theta != c.rope_theta:
             yield Change(f"rope theta {theta:g}", "rope_theta", theta)
-    for cap in _USUAL_SOFTCAPS:
+    for cap in _USUAL_SOFTCAPS if c.container == "z-lab" else ():
         if cap != c.final_logit_softcap:
             name = "no logit soft cap" if cap is None else f"logit soft cap {cap:g}"
             yield Change(name, "final_logit_softcap", cap)
     if c.block_size > 3:
         half = c.block_size // 2
-        yield Change(f"blocks of {half}", "block_size", half, num_draft_tokens=half - 1)
+        drafts = half - c.first_slot
+        yield Change(f"blocks of {half}", "block_size", half, num_draft_tokens=drafts)
     longer = 2 * c.block_size
-    yield Change(f"blocks of {longer}", "block_size", longer, num_draft_tokens=longer - 1)
+    drafts = longer - c.first_slot
+    yield Change(f"blocks of {longer}", "block_size", longer, num_draft_tokens=drafts)
 
 
 def _feature_changes(c: DFlashConfig) -> Iterator[Change]:
     """Yield the layers above and below, and other orders."""
     layers = c.feature_layers
+
+    def change(name: str, layers: tuple[int, ...]) -> Change:
+        in_file = [i + 1 for i in layers] if c.container == "speculators" else None
+        return Change(f"feature layers {name}", "feature_layers", layers, in_file=in_file)
+
     for offset, name in ((-1, "lower"), (1, "higher")):
         shifted = tuple(i + offset for i in layers)
-        yield Change(f"feature layers one {name}", "feature_layers", shifted)
+        yield change(f"one {name}", shifted)
     orders = {"increasing": tuple(sorted(layers)), "reversed": layers[::-1]}
     orders["rotated left"] = (*layers[1:], layers[0])
     orders["rotated right"] = (layers[-1], *layers[:-1])
@@ -208,7 +272,7 @@ def _feature_changes(c: DFlashConfig) -> Iterator[Change]:
     for name, order in orders.items():
         if order not in seen:
             seen.add(order)
-            yield Change(f"feature layers {name}", "feature_layers", order)
+            yield change(name, order)
 
 
 def _attention_changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change]:
@@ -284,7 +348,7 @@ FAMILY = Family(
     drafter_for=_drafter_for,
     cost=_cost,
     conventions=Conventions(
-        KEYS,
+        keys_of,
         _in_force,
         _changes,
         _weight_changes,
@@ -292,4 +356,6 @@ FAMILY = Family(
         shortened="block_size",
     ),
     with_head=_module_with_head,
+    method="DFlash",
+    fit_to=fit_to,
 )

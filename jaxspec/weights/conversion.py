@@ -13,7 +13,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class Report:
       nbytes: bytes read by `convert`, or written by `to_hf`.
       skipped: the number of skipped tensors, by reason.
       left_behind: bytes that an interrupted conversion had left, and that were removed.
+      shared: whether a drafter's embedding is left out, because it is the target's. None: no target
+        was given, or the drafter has no embedding.
     """
 
     kind: str
@@ -78,6 +80,7 @@ class Report:
     seconds: float
     skipped: dict[str, int]
     left_behind: int
+    shared: bool | None = None
 
 
 # --- from Hugging Face ---------------------------------------------------------------------------
@@ -90,6 +93,7 @@ def convert(
     dtype: str | None = None,
     quantize: str | None = None,
     quantize_head: str | None = None,
+    target: str | Path | None = None,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -104,6 +108,9 @@ def convert(
         makes float32 of codes that become numbers, which loses nothing.
       quantize: the format of linears and experts, such as "int8" or "int4"; None leaves them as numbers.
       quantize_head: of embedding and head, likewise.
+      target: a directory or hub id of the target, in Hugging Face's layout, of a source that is a
+        drafter. A drafter's embedding that equals the target's to the bit is left out, and the
+        drafter uses the target's.
 
     Raises:
       CheckpointError: the source is damaged or incomplete, its weights are not finite, or the
@@ -124,7 +131,10 @@ def convert(
             revision = directory.name
         if (directory / MANIFEST).is_file():
             raise CheckpointError(f"{directory} is converted already; --to-hf is the way back")
-        opened = open_hf_source(directory)
+        opened, shared = open_hf_source(directory), None
+        if target is not None:
+            of_target = hf_io.resolve(target, revision=None, token=token, offline=offline)
+            opened, shared = _with_shared_embedding(opened, open_hf_source(of_target))
         vision = open_hf_vision(directory) if opened.family.role == "target" else None
         parts = [opened] if vision is None else [opened, vision]
         total = sum(part.nbytes(fill) for part in parts for fill in part.plan.fills)
@@ -162,7 +172,39 @@ def convert(
         time.perf_counter() - started,
         dict(Counter(skipped.values())),
         left_behind,
+        shared,
     )
+
+
+def _with_shared_embedding(drafter: HFSource, target: HFSource) -> tuple[HFSource, bool | None]:
+    """Leave a drafter's embedding out if it is the target's, and say whether it is.
+
+    Raises:
+      ConfigError: the drafter does not fit the target.
+      ValueError: the source is no drafter, or the target is none.
+    """
+    if (drafter.family.role, target.family.role) != ("drafter", "target"):
+        raise ValueError(
+            f"target is for drafters: {drafter.checkpoint.directory} is {drafter.family.title}, and "
+            f"{target.checkpoint.directory} is {target.family.title}"
+        )
+    drafter.config.check_fits(target.config)
+    if not getattr(drafter.config, "own_embedding", False):
+        return drafter, None
+    (own,) = (fill for fill in drafter.plan.fills if fill.path == "embedding")
+    declared = model_def_of(target.config, "bfloat16").declared()
+    tables = [name for name, about in declared.items() if about.table]
+    embedding = next((name for name in tables if declared[name].lookup), tables[0])
+    (theirs,) = (fill for fill in target.plan.fills if fill.path == embedding)
+    (name,), (other,) = drafter.tensors_of(own), target.tensors_of(theirs)
+    if not hf_io.equal(drafter.checkpoint, name, target.checkpoint, other):
+        return drafter, False
+    why = "equal to the target's embedding to the bit, which is used in its place"
+    plan = drafter.plan
+    fills = tuple(fill for fill in plan.fills if fill is not own)
+    plan = replace(plan, fills=fills, skipped={**plan.skipped, name: why})
+    config = replace(drafter.config, own_embedding=False)
+    return replace(drafter, config=config, plan=plan), True
 
 
 def _write_part(

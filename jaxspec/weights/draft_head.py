@@ -65,9 +65,9 @@ def model_def_with_head(drafter: ModelDef, target: ModelDef, format: str) -> Mod
             FIELD, f"was given, but {target.module.__name__} names no table as its head"
         )
     check_differs(format, dict(target.formats).get(target.head))
-    with_head = family_of(drafter.config).with_head
+    with_head = family_of(drafter.config).with_head(drafter.config)
     assert with_head is not None
-    model_def = dataclasses.replace(drafter, module=with_head())
+    model_def = dataclasses.replace(drafter, module=with_head)
     return model_def.with_formats({**dict(drafter.formats), HEAD: format})
 
 
@@ -85,12 +85,12 @@ def check_borrows(drafter: ModelDef | None, format: str) -> None:
     if drafter is None:
         raise FieldError(FIELD, "was given, but there is no drafter: leave it out")
     family = family_of(drafter.config)
-    if family.with_head is None:
+    if family.with_head(drafter.config) is None:
         raise FieldError(
             FIELD,
             lambda format_field: (
-                f"{format_field(FIELD)} is for drafters that borrow the target's head, and "
-                f"{family.title} does "
+                f"{format_field(FIELD)} is for drafters that borrow the target's head, and this one, "
+                f"{family.title}, does "
                 f"not: leave it out; {format_field('quantize_drafter')} quantises a head of the "
                 "drafter's own"
             ),
@@ -121,8 +121,8 @@ def refuse_copy(model: LoadedModel) -> None:
     Raises:
       CheckpointError: it has one.
     """
-    with_head = family_of(model.config).with_head
-    if with_head is not None and model.model_def.module is with_head():
+    with_head = family_of(model.config).with_head(model.config)
+    if with_head is not None and model.model_def.module is with_head:
         raise CheckpointError(
             f"{model.source} was loaded with quantize_draft_head: it holds a copy of its target's "
             "head, "

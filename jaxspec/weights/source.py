@@ -42,6 +42,7 @@ from checkpoints_convert.rules import (
     find_prefix,
     integers,
     match,
+    offsets,
     permutation,
     same,
 )
@@ -322,8 +323,14 @@ def open_hf_source(directory: Path) -> HFSource:
     """
     checkpoint = hf_io.open_checkpoint(directory)
     hf_io.note_unread(checkpoint)
-    read = read_configs(directory, checkpoint.config, checkpoint.generation_config)
-    return _matched(checkpoint, *read)
+    family, config, defaults = read_configs(
+        directory, checkpoint.config, checkpoint.generation_config
+    )
+    try:
+        config = family.fit_to(config, checkpoint.tensors)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
+    return _matched(checkpoint, family, config, defaults)
 
 
 def open_hf_vision(directory: Path) -> HFSource | None:
@@ -374,6 +381,8 @@ def _matched(
     for fill in plan.fills:
         if fill.transform is permutation:
             _check_ordering(checkpoint, fill.sources[0], str(directory))
+        if fill.transform is offsets:
+            _check_offsets(checkpoint, fill.sources[0], config.vocab_size, str(directory))
     return HFSource(checkpoint, family, config, generation, plan, view)
 
 
@@ -489,6 +498,22 @@ def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> No
         raise CheckpointError(
             f"{where}: {name} must list every token from 0 to {ids.size - 1} once, but {absent.size} "
             f"are not in it, {absent[0]} the first; get the checkpoint again"
+        )
+
+
+def _check_offsets(checkpoint: hf_io.HFCheckpoint, name: str, vocab_size: int, where: str) -> None:
+    """Refuse a reduced vocabulary with ids that are no tokens of the target, or with one id twice."""
+    offsets = checkpoint.read(name).astype(np.int64)
+    ids = offsets + np.arange(offsets.size)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise CheckpointError(
+            f"{where}: {name} makes ids from {ids.min()} to {ids.max()}, and the target has tokens 0 to "
+            f"{vocab_size - 1}; get the checkpoint of this target"
+        )
+    if np.unique(ids).size < ids.size:
+        raise CheckpointError(
+            f"{where}: {name} makes {ids.size - np.unique(ids).size} ids twice. It must hold the "
+            "distance from the index of each of the drafter's tokens to its id"
         )
 
 

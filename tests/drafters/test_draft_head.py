@@ -199,7 +199,7 @@ def test_the_rest_of_the_drafter_has_a_format_of_its_own() -> None:
         ),
         (
             dict(drafter="mtp", quantize_draft_head="int8"),
-            "an MTP assistant does not: leave it out; quantize_drafter quantises a head",
+            "an MTP assistant, does not: leave it out; quantize_drafter quantises a head",
         ),
         (
             dict(quantize_head="int8", quantize_draft_head="int8"),
@@ -326,7 +326,7 @@ def test_random_weights_may_have_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
     for wrong, said in (
         (dict(drafter="none"), "there is no drafter"),
         (dict(quantize_head="int8"), "the target's head is int8 already"),
-        (dict(drafter="mtp"), "an MTP assistant does not"),
+        (dict(drafter="mtp"), "an MTP assistant, does not"),
     ):
         with pytest.raises(FieldError, match=said):
             make_pair(dataclasses.replace(models, **wrong), Drafting(), "31b")

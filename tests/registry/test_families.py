@@ -315,9 +315,8 @@ _ZLAB = hf_layout.DRAFTERS["qwen3-8b"]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speculators_model_type": "dflash"}, r"DFlash \(speculators container\)"),
-        ({"speculators_model_type": "eagle3"}, r"EAGLE-3 \(speculators container\)"),
-        ({"speculators_model_type": "hydra"}, r"hydra \(speculators container\)"),
+        ({"speculators_model_type": "eagle3"}, r"EAGLE-3 drafter \(speculators_model_type eagle3"),
+        ({"speculators_model_type": "hydra"}, r"hydra drafter"),
         ({"architectures": ["Qwen3DSparkModel"]}, "DSpark drafter .architecture Qwen3DSparkModel"),
         ({"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, "DSpark"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2"),

@@ -110,7 +110,7 @@ def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
     """Return every disputed convention of a pair."""
     assumed: list[Convention] = []
     if conventions := conventions_of(drafter):
-        origins = Origins(drafter, conventions.keys)
+        origins = Origins(drafter, conventions.keys_of(drafter.config))
         assumed = [
             Convention(a.name, a.value, a.shown, origins.of(a))
             for a in conventions.in_force(target.config, drafter.config, target.model_def.dtype)
@@ -144,7 +144,10 @@ def alternatives(
     conventions = conventions_of(drafter)
     if conventions is None:
         return [], []
-    config, origins = hypothesis.model_def.config, Origins(drafter, conventions.keys)
+    config, origins = (
+        hypothesis.model_def.config,
+        Origins(drafter, conventions.keys_of(drafter.config)),
+    )
     hypotheses, left_out = [], []
     for change in conventions.changes(target.config, config, special_ids):
         if longest_row <= change.needs_tokens:
