@@ -134,6 +134,11 @@ same = Transform(
 )
 """Copies embeddings, norms and scalars as they are."""
 
+row = Transform(
+    "row", lambda sources, shape: sources[0].reshape(shape), lambda x, _: (x.reshape(1, -1),)
+)
+"""Turns a matrix of one row, which makes one number, into a vector."""
+
 integers = Transform("integers", same.to_param, same.to_sources, integers=True)
 """Copies token ids as they are."""
 

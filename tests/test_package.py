@@ -184,6 +184,8 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS.split("\n")) for name in 
 UPWARD = {
     # A family imports its module when it is asked for it.
     ("jaxspec.registry.dflash", "jaxspec.drafters.dflash"),
+    ("jaxspec.registry.dflash2", "jaxspec.drafters.dflash2"),
+    ("jaxspec.registry.dspark", "jaxspec.drafters.dspark"),
     ("jaxspec.registry.gemma4", "jaxspec.models.gemma4"),
     ("jaxspec.registry.gemma4_vision", "jaxspec.models.gemma4_vision"),
     ("jaxspec.registry.mtp", "jaxspec.drafters.mtp"),

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxspec.configs.base import (
     LayerType,
@@ -50,7 +50,8 @@ from jaxspec.options import REQUIRED, Range, shown, whole
 ARCHITECTURES = ("DFlashDraftModel",)
 BLOCKS = whole(2, MOST_DRAFTS)  # the anchor, and a slot to draft
 LAYER_IDS = whole(0, MOST_LAYERS)
-CONTAINERS = ("z-lab", "speculators")
+CONTAINERS = ("z-lab", "speculators", "DeepSpec", "ModelOpt")
+ConfigT = TypeVar("ConfigT", bound="DFlashConfig")
 _CONTAINER = Range(" or ".join(CONTAINERS), lambda x: x in CONTAINERS, kind="a word")
 
 
@@ -154,6 +155,11 @@ class DFlashConfig:
         return 0 if self.sample_from_anchor else 1
 
     @property
+    def may_sample_from_anchor(self) -> bool:
+        """True if a key of the file says whether the anchor's slot predicts."""
+        return self.container == "speculators"
+
+    @property
     def feature_size(self) -> int:
         """The width of one feature, which is the target's."""
         return self.target_hidden_size or self.hidden_size
@@ -175,37 +181,7 @@ class DFlashConfig:
                 f"config.json has architectures {shown(list(architectures))}; a DFlash drafter has "
                 "DFlashDraftModel"
             )
-        windows = read(config, "use_sliding_window", FLAGS, False)
-        if windows and config.get("layer_types") is None:
-            raise ConfigError(
-                "config.json has use_sliding_window = True but no layer_types; say in layer_types "
-                "which layers are sliding_attention and which full_attention"
-            )
-        # Only layer_types decides. transformers also requires use_sliding_window. Without that key
-        # transformers drops the windows of a drafter that was trained with windows.
-        layer_types = layer_types_of(config, full_every=1)
-        refuse_unless(config, "hidden_act", ("silu",), default="silu")
-        refuse_unless(config, "attention_bias", (False, None), default=False)
-        check_plain_rope(config)
-        _refuse_other_methods(config)
-        keys = dict(_KEYS)
-        if "sliding" not in layer_types:
-            del keys["sliding_window"]
-            read(config, "sliding_window", COUNTS, None)
-        heads = read(config, _KEYS["num_heads"], SIZES)
-        values = read_fields(
-            cls,
-            config,
-            keys,
-            head_dim=read(config, "hidden_size", SIZES) // heads,
-            max_positions=262_144,
-            sliding_window=REQUIRED,
-            rope_theta=REQUIRED,
-            feature_layers=default_feature_layers(
-                read(config, _KEYS["num_target_layers"], LAYERS), len(layer_types)
-            ),
-        )
-        return cls(**values, layer_types=layer_types, causal=_causal(config, layer_types))
+        return read_zlab(cls, config)
 
     def check_fits(self, target: TargetConfig) -> None:
         """Check that this drafter was made for a target.
@@ -229,41 +205,120 @@ class DFlashConfig:
             raise ConfigError(f"the drafter does not fit the target: {'; '.join(wrong)}")
 
 
-def _refuse_other_methods(config: Mapping[str, Any]) -> None:
-    """Refuse keys that change the computation, such as those of other methods in the same layout."""
+def read_zlab(
+    cls: type[ConfigT],
+    config: Mapping[str, Any],
+    *,
+    more: Mapping[str, Sequence[str]] | None = None,
+    unused: Collection[str] = (),
+    only: Mapping[str, Sequence[Any]] | None = None,
+    causal: bool | None = None,
+    made: Mapping[str, Any] | None = None,
+    **defaults: Any,
+) -> ConfigT:
+    """Read a drafter's config.json in z-lab's layout, whatever its architecture is called.
+
+    Args:
+      more: for fields that `cls` has beyond `DFlashConfig`, the keys that may have them.
+      unused: keys that training alone reads.
+      only: values of keys that are not read, beyond or in place of those of DFlash.
+      causal: whether layers are causal inside the block where the file does not say. None: sliding
+        layers are.
+      made: values of fields that no file sets.
+      defaults: values of fields that the file may leave out.
+
+    Raises:
+      ConfigError: it is no such drafter, or it needs a feature that is not supported.
+    """
+    windows = read(config, "use_sliding_window", FLAGS, False)
+    if windows and config.get("layer_types") is None:
+        raise ConfigError(
+            "config.json has use_sliding_window = True but no layer_types; say in layer_types "
+            "which layers are sliding_attention and which full_attention"
+        )
+    # Only layer_types decides. transformers also requires use_sliding_window. Without that key
+    # transformers drops the windows of a drafter that was trained with windows.
+    layer_types = layer_types_of(config, full_every=1)
+    refuse_unless(config, "hidden_act", ("silu",), default="silu")
+    refuse_unless(config, "attention_bias", (False, None), default=False)
+    check_plain_rope(config)
+    keys = {**_KEYS, **(more or {})}
+    _refuse_other_methods(config, keys, unused, only or {})
+    if "sliding" not in layer_types:
+        del keys["sliding_window"]
+        read(config, "sliding_window", COUNTS, None)
+    heads = read(config, _KEYS["num_heads"], SIZES)
+    values = read_fields(
+        cls,
+        config,
+        keys,
+        head_dim=read(config, "hidden_size", SIZES) // heads,
+        max_positions=262_144,
+        sliding_window=REQUIRED,
+        rope_theta=REQUIRED,
+        feature_layers=default_feature_layers(
+            read(config, _KEYS["num_target_layers"], LAYERS), len(layer_types)
+        ),
+        **defaults,
+    )
+    values |= dict(layer_types=layer_types, causal=_causal(config, layer_types, causal))
+    return cls(**values | (dict(made) if made else {}))
+
+
+def _refuse_other_methods(
+    config: Mapping[str, Any],
+    keys: Mapping[str, Sequence[str]],
+    unused: Collection[str],
+    only: Mapping[str, Sequence[Any]],
+) -> None:
+    """Refuse keys that change the computation, such as those of other methods in the same layout.
+
+    Args:
+      keys: the keys that are read, by field.
+      unused, only: as in `read_zlab`.
+    """
+    read = {*itertools.chain(*keys.values()), *itertools.chain(*KEYS.values())}
+    inside = {path[1] for path in (key.split(".") for key in read) if path[0] in OBJECTS}
     same = {name: config.get(key) for name, key in _SAME.items() if config.get(key) is not None}
-    only = {**_ONLY, **{name: (value,) for name, value in same.items()}}
-    nested = [key.removeprefix("dflash_config.") for key in itertools.chain(*KEYS.values())]
-    refuse_unknown(config, (*_OTHER_KEYS, *nested, *itertools.chain(*_KEYS.values())), only=only)
-    refuse_unknown(object_of(config, "dflash_config"), nested, only=only, within="dflash_config")
+    only = {**_ONLY, **only, **{name: (value,) for name, value in same.items()}}
+    refuse_unknown(config, (*_OTHER_KEYS, *read, *inside, *unused), only=only)
+    for name in OBJECTS:
+        refuse_unknown(object_of(config, name), (*inside, *unused), only=only, within=name)
 
 
-def _causal(config: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> tuple[bool, ...]:
+def _causal(
+    config: Mapping[str, Any], layer_types: tuple[LayerType, ...], default: bool | None
+) -> tuple[bool, ...]:
     """Read which layers are causal inside the block: one answer for all, or one for each."""
     key, causal = find_key(config, KEYS["causal"])
-    if key is None:
+    if key is None and default is None:
         return tuple(kind == "sliding" for kind in layer_types)
+    causal = default if key is None else causal
     if isinstance(causal, bool):
         return (causal,) * len(layer_types)
     field = DFlashConfig.__dataclass_fields__["causal"]
     return entries(field, f"config.json: {key}", causal)
 
 
-def _nested(*keys: str) -> tuple[str, ...]:
-    return tuple(path for key in keys for path in (f"dflash_config.{key}", key))
+OBJECTS = ("dflash_config", "dflash_architecture_config")
+
+
+def nested(*keys: str) -> tuple[str, ...]:
+    """Return the places of keys that may stand in an object of their own, or on top."""
+    return tuple(path for key in keys for path in (*(f"{name}.{key}" for name in OBJECTS), key))
 
 
 KEYS: dict[str, tuple[str, ...]] = {
-    "feature_layers": _nested("target_layer_ids"),
+    "feature_layers": nested("target_layer_ids"),
     "layer_types": ("layer_types",),
-    "causal": _nested("causal", "is_causal"),
-    "scale_embeddings": _nested("scale_embeddings"),
-    "final_logit_softcap": _nested("final_logit_softcapping"),
+    "causal": nested("causal", "is_causal"),
+    "scale_embeddings": nested("scale_embeddings"),
+    "final_logit_softcap": nested("final_logit_softcapping"),
     "sliding_window": ("sliding_window",),
     "rope_theta": ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta"),
-    "mask_token_id": _nested("mask_token_id"),
-    "block_size": _nested("block_size"),
-    "num_target_layers": _nested("num_target_layers"),
+    "mask_token_id": nested("mask_token_id"),
+    "block_size": nested("block_size"),
+    "num_target_layers": nested("num_target_layers"),
 }
 """The keys of config.json that may set each field on which engines disagree. See `find_key`."""
 
@@ -283,7 +338,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 
 _OTHER_KEYS = (
-    *("attention_bias", "dflash_config", "hidden_act", "num_hidden_layers", "rope_parameters"),
+    *("attention_bias", *OBJECTS, "hidden_act", "num_hidden_layers", "rope_parameters"),
     *("rope_scaling", "use_sliding_window"),
 )
 _ONLY: dict[str, tuple[Any, ...]] = {

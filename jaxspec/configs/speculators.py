@@ -59,6 +59,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "mask_token_id": ("mask_token_id",),
     "block_size": ("block_size",),
     "sample_from_anchor": ("sample_from_anchor",),
+    "scale_embeddings": (),
 }
 """The keys of config.json that may set each field on which engines disagree. See `find_key`."""
 

@@ -159,6 +159,11 @@ class Drafter(nnx.Module, Generic[StateT]):
         """The longest chain of tokens that one `draft` can propose."""
 
     @property
+    def max_children(self) -> int | None:
+        """The widest tree: the children that a node may have. None: any number."""
+        return None
+
+    @property
     def default_draft_tokens(self) -> int:
         """The length of a chain when the caller does not give one."""
         return self.max_draft_tokens

@@ -23,7 +23,7 @@ from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.base import LayerType
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
-from jaxspec.drafters.selector import Block, Independent
+from jaxspec.drafters.selector import Block, Independent, Selector
 from jaxspec.models.attention import (
     KV_WEIGHT_AXES,
     OUT_WEIGHT_AXES,
@@ -46,6 +46,7 @@ from jaxspec.sampling import suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.weights.model_def import param
 from jaxspec.weights.sharding import whole_rows
+from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.qkv import Destination
 
 DFlashState = tuple[KVCache, ...]
@@ -68,9 +69,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         self.softcap: float | Array | None = config.final_logit_softcap
         self.fuse = param(c, d, dtype=dtype, fan_in=c, axes=("inputs", None), contracting_axes=(0,))
         self.context_norm = param(d, dtype=dtype)
-        self.layers = nnx.List(
-            [DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
-        )
+        self.layers = nnx.List([self.layer(i, dtype=dtype) for i in range(config.num_layers)])
         self.final_norm = param(d, dtype=dtype)
         table: dict[str, Any] = dict(dtype=dtype, fan_in=d, axes=("vocab", None), table=True)
         if config.own_embedding:
@@ -80,7 +79,11 @@ class DFlashDrafter(Drafter[DFlashState]):
             self.head = param(size, d, contracting_axes=(1,), **table)
         if config.draft_vocab_size is not None:
             self.ids = param(config.draft_vocab_size, dtype=jnp.dtype(jnp.int32))
-        self.selector = Independent()
+        self.selector: Selector = Independent()
+
+    def layer(self, index: int, *, dtype: jnp.dtype) -> DFlashLayer:
+        """Make a layer."""
+        return DFlashLayer(self.config, index, dtype=dtype)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -241,15 +244,35 @@ class DFlashWithHead(DFlashDrafter):
 class DFlashLayer(nnx.Module):
     """A Qwen3-style pre-norm layer whose queries see cached context and their own block."""
 
-    def __init__(self, config: DFlashConfig, index: int, *, dtype: jnp.dtype):
+    def __init__(
+        self,
+        config: DFlashConfig,
+        index: int,
+        *,
+        dtype: jnp.dtype,
+        activation: Activation = "silu",
+        values_are_keys: bool = False,
+        norm_values: bool = False,
+        score_scale: float | None = None,
+        rotary: tuple[float, float] = (1.0, 1.0),
+    ):
+        """Make a layer.
+
+        Args:
+          values_are_keys: whether values are the raw keys (k = v).
+          norm_values: whether values are normed, without a weight.
+          score_scale: the factor of scores; None for one by the head's size.
+          rotary: the last two arguments of `rope_frequencies`.
+        """
         d, k, h = config.hidden_size, config.num_kv_heads, config.head_dim
         g = config.num_heads // k
         self.input_norm = param(d, dtype=dtype)
         # The context needs keys and values but no queries, so queries have a matrix of their own.
         # A slice of one fused matrix would be copied in every step.
         self.q = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES, contracting_axes=(0,))
+        pair = 1 if values_are_keys else 2
         self.kv = param(
-            d, k, 2, h, dtype=dtype, fan_in=d, axes=KV_WEIGHT_AXES, contracting_axes=(0,)
+            d, k, pair, h, dtype=dtype, fan_in=d, axes=KV_WEIGHT_AXES, contracting_axes=(0,)
         )
         self.q_norm = param(h, dtype=dtype)
         self.k_norm = param(h, dtype=dtype)
@@ -258,7 +281,9 @@ class DFlashLayer(nnx.Module):
         )
         self.out = param(k, g, h, d, dtype=dtype, **into)
         self.mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.intermediate_size, activation="silu", dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, activation=activation, dtype=dtype)
+        self.norm_values, self.rotary = norm_values, rotary
+        self.score_scale = h**-0.5 if score_scale is None else score_scale
         self.causal = config.causal[index]
         sliding = config.layer_types[index] == "sliding" and not config.window_from_anchor
         self.window = config.sliding_window if sliding else None
@@ -286,6 +311,7 @@ class DFlashLayer(nnx.Module):
             self._frequencies(),
             groups=0,
             eps=self.eps,
+            norm_values=self.norm_values,
             into=into,
         )
         assert k is not None
@@ -319,11 +345,11 @@ class DFlashLayer(nnx.Module):
             q,
             positions,
             (context, KVSegment(k, v, positions)),
-            scale=q.shape[-1] ** -0.5,
+            scale=self.score_scale,
             window=self.window,
             causal=self.causal,
         )
         return whole_rows(project(out, self.out[...], inputs=3))
 
     def _frequencies(self) -> Float[Array, " H2"]:
-        return rope_frequencies(self.q_norm.shape[0], self.theta)
+        return rope_frequencies(self.q_norm.shape[0], self.theta, *self.rotary)

@@ -172,6 +172,14 @@ def settle_num_draft_tokens(drafter: ModelDef, drafting: Drafting) -> int:
                 ),
             )
         check_tree(drafting.tree, requested, limit)
+        children, topk = model.max_children, drafting.tree.topk
+        if children is not None and topk > children:
+            raise FieldError(
+                "tree",
+                lambda format_field: (
+                    f"{format_field('tree topk')} {topk}: this drafter chooses among {children} tokens"
+                ),
+            )
         return requested
     drafts = model.default_draft_tokens if requested is None else requested
     if not 1 <= drafts <= limit:

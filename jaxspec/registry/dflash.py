@@ -13,6 +13,7 @@ from jaxspec.configs.dflash import (
     ARCHITECTURES,
     KEYS,
     PRESETS,
+    ConfigT,
     DFlashConfig,
     default_feature_layers,
 )
@@ -34,7 +35,7 @@ def _read(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> DF
     return DFlashConfig.from_hf(config)
 
 
-def fit_to(config: DFlashConfig, names: Collection[str]) -> DFlashConfig:
+def fit_to(config: ConfigT, names: Collection[str]) -> ConfigT:
     """Return the config of a drafter without the tables that its files leave out, as some do."""
     last = {name.removeprefix("model.") for name in names}
     return dataclasses.replace(
@@ -61,7 +62,8 @@ def _module_with_head(config: DFlashConfig) -> type[Any] | None:
     return None if config.own_head else DFlashWithHead
 
 
-def _rules(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
+def rules_of(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
+    """Return the conversion table of a drafter of DFlash's or DFlash2's."""
     from checkpoints_convert import dflash
 
     return dflash.rule_set(params, num_layers=config.num_layers)
@@ -117,7 +119,7 @@ def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
     return config, rule
 
 
-def _cost(step: DraftStep, batch: int, context: int) -> StepCost:
+def cost_of(step: DraftStep, batch: int, context: int) -> StepCost:
     """Return the cost of drafting one block and of absorbing the target's features of one block."""
     from jaxspec.quantised import get_format
 
@@ -154,7 +156,9 @@ def _cost(step: DraftStep, batch: int, context: int) -> StepCost:
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
-def _in_force(target: TargetConfig, c: DFlashConfig, dtype: str) -> Iterator[Assumption]:
+def in_force(target: TargetConfig, c: DFlashConfig, dtype: str) -> Iterator[Assumption]:
+    """Yield what a block drafter assumes about its target and about itself."""
+
     def assumption(name: str, field: str, shown: str, default: str = "none") -> Assumption:
         return Assumption(name, getattr(c, field), shown, field, default)
 
@@ -176,11 +180,13 @@ def _in_force(target: TargetConfig, c: DFlashConfig, dtype: str) -> Iterator[Ass
     else:
         shown = shown_scale(target, dtype, scaled=c.scale_embeddings)
     cap = "none" if c.final_logit_softcap is None else f"{c.final_logit_softcap:g}"
-    if c.container == "speculators":
+    if c.own_embedding or c.container == "speculators":
         yield Assumption("embedding scale", c.scale_embeddings, shown, origin=method)
-        yield Assumption("logit soft cap", c.final_logit_softcap, cap, origin=method)
     else:
         yield assumption("embedding scale", "scale_embeddings", shown, "scaled")
+    if c.container == "speculators":
+        yield Assumption("logit soft cap", c.final_logit_softcap, cap, origin=method)
+    else:
         yield assumption("logit soft cap", "final_logit_softcap", cap)
     shown = "its own" if c.own_head else "the target's"
     if c.draft_vocab_size is not None:
@@ -197,14 +203,16 @@ def _in_force(target: TargetConfig, c: DFlashConfig, dtype: str) -> Iterator[Ass
     if c.sample_from_anchor:
         shown = f"{c.block_size}: as many drafts, the first of them at the anchor"
     yield assumption("block size", "block_size", shown)
-    if c.container == "speculators":
-        shown = "predicts the first draft" if c.sample_from_anchor else "predicts nothing"
-        yield assumption("slot of the anchor", "sample_from_anchor", shown, "predicts nothing")
+    shown = "predicts the first draft" if c.sample_from_anchor else "predicts nothing"
+    if c.may_sample_from_anchor:
+        default = "predicts nothing" if c.container == "speculators" else "predicts the first draft"
+        yield assumption("slot of the anchor", "sample_from_anchor", shown, default)
     shown = "anchor at n, masks from n + 1 (n: committed tokens)"
     yield Assumption("positions", "n", shown)
 
 
-def _traced(c: DFlashConfig) -> Mapping[str, Any]:
+def traced_fields(c: DFlashConfig) -> Mapping[str, Any]:
+    """Return fixed values of the fields that shape no program."""
     return dict(
         feature_layers=tuple(range(len(c.feature_layers))),
         mask_token_id=0,
@@ -217,18 +225,19 @@ _USUAL_THETAS = (1e6, 1e4, 5e5, 5e6, 1e7)
 _USUAL_SOFTCAPS = (None, 30.0, 15.0, 50.0)
 
 
-def _changes(target: TargetConfig, c: DFlashConfig, special_ids: Sequence[int]) -> Iterator[Change]:
+def changes(target: TargetConfig, c: DFlashConfig, special_ids: Sequence[int]) -> Iterator[Change]:
     """Yield changes, the usual ones before others that may do as well on a short text."""
     for change in _feature_changes(c):
         if c.num_target_layers is not None or max(change.value) < target.num_layers - 1:
             yield change
-    if c.container == "speculators":
+    if c.may_sample_from_anchor:
         other = not c.sample_from_anchor
         name = "drafts from the anchor's slot" if other else "no draft from the anchor's slot"
         drafts = c.block_size - (not other)
         yield Change(name, "sample_from_anchor", other, num_draft_tokens=drafts)
-    # With a scale of 1 both are the same. The keys of the scale and of the cap are z-lab's.
-    if target.embedding_scale != 1 and c.container == "z-lab":
+    # With a scale of 1 both are the same. The speculators container has no key of scale and cap.
+    scaled = target.embedding_scale != 1 and not c.own_embedding
+    if scaled and c.container != "speculators":
         name = "embeddings not scaled" if c.scale_embeddings else "embeddings scaled"
         yield Change(name, "scale_embeddings", not c.scale_embeddings)
     yield from _attention_changes(target, c)
@@ -238,7 +247,7 @@ def _changes(target: TargetConfig, c: DFlashConfig, special_ids: Sequence[int]) 
     for theta in _USUAL_THETAS:
         if theta != c.rope_theta:
             yield Change(f"rope theta {theta:g}", "rope_theta", theta)
-    for cap in _USUAL_SOFTCAPS if c.container == "z-lab" else ():
+    for cap in _USUAL_SOFTCAPS if c.container != "speculators" else ():
         if cap != c.final_logit_softcap:
             name = "no logit soft cap" if cap is None else f"logit soft cap {cap:g}"
             yield Change(name, "final_logit_softcap", cap)
@@ -313,7 +322,8 @@ def _attention_changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change
                 yield Change(f"window of {other} keys", "sliding_window", other, least)
 
 
-def _weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChange]:
+def weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChange]:
+    """Yield other scales and orders of weights."""
     scale = target.embedding_scale
     added = [n for n, x in params.items() if n.endswith((".out", ".down")) and not is_quantised(x)]
     if scale != 1:
@@ -342,17 +352,17 @@ FAMILY = Family(
     config=DFlashConfig,
     read=_read,
     module=_module,
-    rules=_rules,
+    rules=rules_of,
     architectures=ARCHITECTURES,
     presets=PRESETS,
     drafter_for=_drafter_for,
-    cost=_cost,
+    cost=cost_of,
     conventions=Conventions(
         keys_of,
-        _in_force,
-        _changes,
-        _weight_changes,
-        traced=_traced,
+        in_force,
+        changes,
+        weight_changes,
+        traced=traced_fields,
         shortened="block_size",
     ),
     with_head=_module_with_head,

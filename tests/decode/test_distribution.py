@@ -22,7 +22,13 @@ import pytest
 from scipy import stats
 
 from jaxspec import decode, verify
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.dflash2 import DFlash2Config
+from jaxspec.configs.dspark import DSparkConfig
 from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.drafters.dflash2 import DFlash2Drafter
+from jaxspec.drafters.dspark import DSparkDrafter
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Choice
 from jaxspec.models.gemma4 import Gemma4
@@ -150,7 +156,34 @@ def drafters() -> dict[str, LoadedModel]:
         "unlikely": fakes.table(target(), chain(lambda p: p.argmin(axis=1)), -np.log(after)),
         "dflash": fakes.dflash(target(), block_size=DRAFTS + 1),
         "mtp": fakes.mtp(target(), drafts=DRAFTS),
+        "reduced": selecting(DFlashDrafter, DFlashConfig, own_head=True, draft_vocab_size=4),
+        "dflash2": selecting(
+            DFlash2Drafter, DFlash2Config, conv_group_size=4, selector_rank=5, selector_top_k=3
+        ),
+        "dspark": selecting(DSparkDrafter, DSparkConfig, markov_rank=5),
+        "dspark-rnn": selecting(
+            DSparkDrafter,
+            DSparkConfig,
+            markov_rank=5,
+            markov_head_type="rnn",
+            own_head=True,
+            draft_vocab_size=4,
+            block_size=DRAFTS,
+            sample_from_anchor=True,
+        ),
     }
+
+
+def selecting(module: Any, config: Any, **values: Any) -> LoadedModel:
+    """Return a block drafter with random weights: some tokens are never drafted, or they depend on others."""
+    usual = fakes.dflash(target(), block_size=DRAFTS + 1).config
+    fields = {f.name: getattr(usual, f.name) for f in dataclasses.fields(DFlashConfig)}
+    model_def = ModelDef(module, config(**{**fields, **values}), "float32")
+    params = tiny.random_params(model_def, 0)
+    if "ids" in params:
+        params["ids"] = jnp.asarray([0, 2, 3, 6], jnp.int32)
+    params["final_norm"] /= 6  # as the target's, so that many drafts are accepted
+    return fakes.loaded(model_def, params)
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +242,25 @@ def test_speculative_sampling_follows_the_target(drafter, filters):
     assert accepted < 0.9
     if drafter != "unlikely" or filters == "temperature 1":
         assert accepted > 0.001
+    assert min(p_values(tokens, filters)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("filters", ["temperature 1", "cooler, top-k 5, top-p 0.9"])
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        *((name, dict(draft_sampling=True)) for name in ("reduced", "dflash2", "dspark-rnn")),
+        *(
+            pytest.param(name, options, marks=pytest.mark.slow)
+            for name in ("reduced", "dflash2", "dspark", "dspark-rnn")
+            for options in ({}, dict(draft_sampling=True, verification="block"))
+        ),
+    ],
+)
+def test_selectors_follow_the_target(drafter, filters, options):
+    """Drafts come from few tokens, and from a distribution that depends on the draft before."""
+    tokens, accepted = sampled(drafter, filters, **options)
+    assert 0.005 < accepted < 0.9
     assert min(p_values(tokens, filters)) > FALSE_ALARM
 
 

@@ -134,3 +134,52 @@ def logits_of(f: Facts, head: np.ndarray, hidden: np.ndarray) -> np.ndarray:
 def log_softmax(x: np.ndarray) -> np.ndarray:
     x = x - x.max(-1, keepdims=True)
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def gemma_hidden_of(
+    f: Facts,
+    w: Tensors,
+    features: np.ndarray,
+    anchor: int,
+    drafts: int,
+    *,
+    rotary: float,
+    values_are_keys: bool,
+) -> np.ndarray:
+    """Return the normed hidden states of a drafter with full layers of Gemma 4, sampled from the anchor."""
+    n = len(features)
+    context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x = w["embed_tokens.weight"][[anchor] + [f.mask] * (drafts - 1)] * f.embed_scale
+    everything = np.arange(n + len(x))
+    half = f.head_dim // 2
+    frequencies = f.theta ** (-2 * np.arange(half) / f.head_dim)
+    frequencies[int(rotary * half) :] = 0
+
+    def turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * positions[:, None] * frequencies)
+        return np.concatenate([z.real, z.imag], -1)
+
+    for i in range(len(f.windows)):
+        t = {
+            k.removeprefix(f"layers.{i}."): v for k, v in w.items() if k.startswith(f"layers.{i}.")
+        }
+        h = norm(x, t["input_layernorm.weight"])
+        rows, outs = np.concatenate([context, h]), []
+        for head in range(f.heads):
+            kv = head // (f.heads // f.kv_heads)
+            of_q = slice(head * f.head_dim, (head + 1) * f.head_dim)
+            of_kv = slice(kv * f.head_dim, (kv + 1) * f.head_dim)
+            q = norm(h @ t["self_attn.q_proj.weight"][of_q].T, t["self_attn.q_norm.weight"])
+            raw = rows @ t["self_attn.k_proj.weight"][of_kv].T
+            v = raw if values_are_keys else rows @ t["self_attn.v_proj.weight"][of_kv].T
+            k = turned(norm(raw, t["self_attn.k_norm.weight"]), everything)
+            scores = np.exp(turned(q, everything[n:]) @ k.T)  # scale 1, no mask
+            outs.append(scores / scores.sum(-1, keepdims=True) @ norm(v))
+        out = np.concatenate(outs, -1) @ t["self_attn.o_proj.weight"].T
+        x = x + norm(out, t["post_attention_layernorm.weight"])
+        h = norm(x, t["pre_feedforward_layernorm.weight"])
+        gate = h @ t["mlp.gate_proj.weight"].T
+        gelu = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        out = (gelu * (h @ t["mlp.up_proj.weight"].T)) @ t["mlp.down_proj.weight"].T
+        x = (x + norm(out, t["post_feedforward_layernorm.weight"])) * t["layer_scalar"]
+    return norm(x, w["norm.weight"])
