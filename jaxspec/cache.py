@@ -1,10 +1,13 @@
 """Store keys and values in caches of fixed shape, which are written in place.
 
-Each array of a cache is [B, K, S, H]. Heads come before positions, because XLA transposes the other
-order at the edge of the decode loop. The cache of a full layer holds every position. The cache of a
+Each array of a cache is [C, K, page, H]: C pages of as many slots each. Heads come before slots,
+because XLA transposes the other order at the edge of the decode loop. A row has one page of its
+own, or several pages, which a table lists in the order of the row's slots.
+
+The cache of a full layer holds every position: position p is in slot p of the row. The cache of a
 sliding layer is a ring of R slots, in which position p is in slot p mod R. Nothing is ever erased.
-The number of written positions tells which position a slot holds. Rejected
-tokens are rolled back by a length that does not count them.
+The number of written positions tells which position a slot holds. Rejected tokens are rolled back
+by a length that does not count them.
 
 A ring has at least `slack` more slots than its window. A pass may therefore write up to `slack`
 tokens before it reads, and any of these tokens may be rejected. No write hides a key that a later
@@ -13,8 +16,13 @@ query still sees.
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
@@ -22,18 +30,74 @@ from pallas_kernels.attention import KVSegment, gathered
 from pallas_kernels.qkv import Destination, write_kv
 
 RING_MULTIPLE = 64  # ring sizes are rounded up to a multiple of this, so that kernels can tile them
+PAGE = 64
+"""Slots of a page where a row has several. Kernels read 64 or 128 keys at a time."""
+NO_PAGE = 0
+"""The page that no row has. A table lists it where a row has no page. Nothing is written to it."""
+
+Tables = dict[int, Int[Array, "_ _"]]
+"""The pages of each row, [R, N], by the number of slots that a row has in a cache."""
+HostTables = dict[int, np.ndarray]
+"""The same in host memory."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Paging:
+    """The numbers of pages of caches whose rows have several.
+
+    Attributes:
+      rows: that can have pages.
+      tokens: for which there are pages, whichever rows have them.
+    """
+
+    rows: int
+    tokens: int
+
+    def num_pages(self, row_slots: int) -> int:
+        """Return the pages of a cache whose rows have at most so many slots, `NO_PAGE` included.
+
+        Each row may have a last page with one token.
+        """
+        most = self.rows * pages_for(row_slots)
+        return 1 + min(most, pages_for(self.tokens) + self.rows)
+
+
+def pages_for(slots: int) -> int:
+    """Return the pages that hold so many slots."""
+    return -(-slots // PAGE)
 
 
 class KVCache(struct.PyTreeNode):
     """The keys and values of one layer.
 
     Attributes:
+      table: the pages of each row of a pass; see `with_tables`. None: row i has page i.
       ring_slack: the slots that a ring has beyond its window. None: slot s holds position s.
+      row_slots: the slots of a row that has several pages. None: a row has one.
     """
 
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
+    k: Float[Array, "C K page H"]
+    v: Float[Array, "C K page H"]
+    table: Int[Array, "b N"] | None = None
     ring_slack: int | None = struct.field(pytree_node=False, default=None)
+    row_slots: int | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a row."""
+        return self.k.shape[2] if self.row_slots is None else self.row_slots
+
+    def pages(self, slots: Int[Array, " b"] | None) -> Int[Array, "b N"] | None:
+        """Return the pages of each row of a pass; None: row i has page i.
+
+        Args:
+          slots: the cache row of each batch row, for caches whose rows have one page.
+        """
+        if self.row_slots is None:
+            return None if slots is None else slots[:, None]
+        assert self.table is not None, "the program has no tables of pages"
+        return self.table
 
 
 def init_cache(
@@ -45,20 +109,67 @@ def init_cache(
     window: int | None,
     slack: int,
     dtype: DTypeLike,
+    paging: Paging | None = None,
 ) -> KVCache:
     """Make an empty cache for `cache_length` positions. It is a ring if a ring takes fewer slots.
 
     Args:
+      batch: how many rows there are, each with a page of its own. With `paging` it does not count.
       window: how many keys a query sees, its own included. None: all.
       slack: the most tokens that one pass writes before it reads.
+      paging: how many pages there are; None: one a row.
     """
-    size, ring_slack = cache_length, None
+    size, ring_slack, row_slots = cache_length, None, None
     if window is not None:
         ring = -(-(window + slack) // RING_MULTIPLE) * RING_MULTIPLE
         if ring < cache_length:
             size, ring_slack = ring, ring - window
     shape = (batch, num_kv_heads, size, head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring_slack)
+    if paging is not None:
+        row_slots = pages_for(size) * PAGE
+        shape = (paging.num_pages(row_slots), num_kv_heads, PAGE, head_dim)
+    k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    return KVCache(k, v, ring_slack=ring_slack, row_slots=row_slots)
+
+
+def caches_of(tree: object) -> list[KVCache]:
+    """Return all caches of a tree, such as a state."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, KVCache))
+    return [x for x in leaves if isinstance(x, KVCache)]
+
+
+def with_tables(tree: T, tables: Tables | None) -> T:
+    """Give the caches of a tree the pages of the rows of a pass.
+
+    Args:
+      tables: one row for each batch row. None takes them away.
+    """
+
+    def one(x: object) -> object:
+        if not isinstance(x, KVCache) or x.row_slots is None:
+            return x
+        return dataclasses.replace(x, table=None if tables is None else tables[x.row_slots])
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, KVCache))
+
+
+def clear_rows(cache: KVCache, rows: Bool[Array, " R"], tables: Tables | None) -> KVCache:
+    """Fill the pages of some rows with zeros.
+
+    Args:
+      tables: the pages of all rows; None where each row has one.
+    """
+    if cache.row_slots is not None:
+        assert tables is not None
+        table = tables[cache.row_slots]
+        # A page past the last is dropped.
+        pages = jnp.where(rows[:, None], table, cache.k.shape[0]).reshape(-1)
+        zero = jnp.zeros((), cache.k.dtype)
+        k, v = (x.at[pages].set(zero, mode="drop") for x in (cache.k, cache.v))
+    else:
+        where = rows[:, None, None, None]
+        k, v = (jnp.where(where, jnp.zeros((), x.dtype), x) for x in (cache.k, cache.v))
+    return cache.replace(k=k, v=v)
 
 
 def destination(
@@ -75,14 +186,21 @@ def destination(
       count: how many of these tokens are written. The rest are dropped.
       slots: the cache row of each batch row. None: cache row i is batch row i.
     """
-    size = cache.k.shape[2]
+    size, page = cache.num_slots, cache.k.shape[2]
     offset = jnp.arange(tokens, dtype=jnp.int32)[None, :]
     # A chunk longer than a ring keeps only its newest tokens. Two writes to one slot would race.
     kept = (offset < count[:, None]) & (offset >= count[:, None] - size)
     position = start[:, None] + offset
     index = position % size if cache.ring_slack is not None else position
-    pages = None if slots is None else jnp.broadcast_to(slots[:, None], index.shape)
-    return Destination(cache.k, cache.v, jnp.where(kept, index, size), pages)
+    pages = cache.pages(slots)
+    if pages is not None and cache.row_slots is None:
+        pages = jnp.broadcast_to(pages, index.shape)
+    elif pages is not None:
+        kept &= index < size
+        pages = jnp.take_along_axis(pages, jnp.minimum(index, size - 1) // page, axis=1)
+        kept &= pages != NO_PAGE
+        index %= page
+    return Destination(cache.k, cache.v, jnp.where(kept, index, page), pages)
 
 
 def write(
@@ -110,14 +228,15 @@ def view(
       slots: the cache row of each batch row, which attention reads where it is. None: cache row i
         is batch row i.
     """
-    slot = jnp.arange(cache.k.shape[2], dtype=jnp.int32)[None, :]
+    size = cache.num_slots
+    slot = jnp.arange(size, dtype=jnp.int32)[None, :]
     if cache.ring_slack is None:
         positions = jnp.where(slot < length[:, None], slot, -1)
     else:
         newest = length[:, None] - 1
-        positions = newest - (newest - slot) % cache.k.shape[2]
+        positions = newest - (newest - slot) % size
         positions = jnp.maximum(positions, -1)
-    return KVSegment(cache.k, cache.v, positions, pages=None if slots is None else slots[:, None])
+    return KVSegment(cache.k, cache.v, positions, pages=cache.pages(slots))
 
 
 def early_destination(
@@ -202,9 +321,10 @@ def pass_segment(
 def append_chosen(
     cache: KVCache,
     segment: KVSegment,
-    rows: Int[Array, "B T"],
-    start: Int[Array, " B"],
-    count: Int[Array, " B"],
+    rows: Int[Array, "b T"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+    slots: Int[Array, " b"] | None = None,
 ) -> KVCache:
     """Write chosen tokens of a pass that is not in the cache yet.
 
@@ -212,12 +332,13 @@ def append_chosen(
       segment: the keys and values of the pass.
       rows: the tokens of the pass that go to positions start, start + 1, ...
       count: how many of `rows` are written. The rest are dropped.
+      slots: as in `destination`.
     """
 
     def chosen(x: Array) -> Array:
         return jnp.take_along_axis(x, rows[:, None, :, None], axis=2)
 
-    return write(cache, chosen(segment.k), chosen(segment.v), start, count)
+    return write(cache, chosen(segment.k), chosen(segment.v), start, count, slots)
 
 
 def cache_bytes(tree: object) -> int:

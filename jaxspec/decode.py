@@ -26,11 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.cache import Tables
 from jaxspec.constraint import Allowed, Constraint, constraint_of_prefill, constraint_of_steps
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors, visible_rows
 from jaxspec.models.target import Target, TargetOutput, keep_rows
-from jaxspec.row_subset import put_rows, take_rows
+from jaxspec.row_subset import put_rows, rows_of, take_rows
 from jaxspec.sampling import Stream, adjust, fold_keys
 from jaxspec.shapes import Array, Float, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk, commit
@@ -52,9 +53,15 @@ def prefill(
     state: DecodeState,
     chunk: PrefillChunk,
     grammar: Automaton | None = None,
+    tables: Tables | None = None,
 ) -> DecodeState:
-    """Feed one chunk of prompts. Slots whose prompt ends get a first token and become active."""
+    """Feed one chunk of prompts. Slots whose prompt ends get a first token and become active.
+
+    Args:
+      tables: the pages of all slots, where a slot has several.
+    """
     target, drafter = spec.bind(target_params, drafter_params)
+    state = state.with_tables(rows_of(tables, chunk.slots))
     output = target(
         chunk.tokens,
         chunk.start,
@@ -79,7 +86,7 @@ def prefill(
     no_draft, allowed = constraint.apply(rows, Draft.none(chunk.slots.shape[0]))
     rows, _ = accept_and_commit(spec, rows, no_draft, output.logits, constraint, allowed)
     ends = jnp.where(chunk.is_last, chunk.slots, state.active.shape[0])  # other rows are dropped
-    return put_rows(state, dataclasses.replace(rows, slots=ends))
+    return put_rows(state, dataclasses.replace(rows, slots=ends)).without_tables()
 
 
 def decode_step(
@@ -167,27 +174,32 @@ def decode_loop(
     until_active: Int[Array, ""] | int = 0,
     slots: Int[Array, " R"] | None = None,
     grammar: Automaton | None = None,
+    tables: Tables | None = None,
 ) -> DecodeState:
     """Run up to `max_steps` steps on the device, fewer when at most `until_active` rows are active.
 
     Args:
-      slots: the only rows to compute; no other row may be active. None: all.
+      tables: the pages of all slots, where a slot has several.
+      slots: the only rows to compute, each at most once. None: all.
       grammar: the tables that the rows' `automaton` states belong to.
     """
     target, drafter = spec.bind(target_params, drafter_params)
     constraint = constraint_of_steps(spec, grammar)
     rows = state if slots is None else take_rows(state, slots)
+    tables = rows_of(tables, slots)
 
     def alive(carry: Carry) -> Array:
         return (carry[0] < max_steps) & (jnp.sum(carry[1].active, dtype=jnp.int32) > until_active)
 
     def body(carry: Carry) -> Carry:
-        step, rows = carry
+        step, rows = carry[0], carry[1].with_tables(tables)
         if drafter is None:
-            return step + 1, decode_step(target, spec, rows, constraint)
-        if not spec.num_verified:
-            return plain_steps(target, drafter, spec, carry, alive, constraint)
-        return step + 1, speculative_step(target, drafter, spec, rows, constraint)
+            step, rows = step + 1, decode_step(target, spec, rows, constraint)
+        elif not spec.num_verified:
+            step, rows = plain_steps(target, drafter, spec, (step, rows), alive, constraint)
+        else:
+            step, rows = step + 1, speculative_step(target, drafter, spec, rows, constraint)
+        return step, rows.without_tables()
 
     rows = lax.while_loop(alive, body, (jnp.int32(0), rows))[1]
     return rows if slots is None else put_rows(state, rows)
@@ -243,7 +255,7 @@ def verify_step(
     after, result = accept_and_commit(spec, state, draft, output.logits, constraint, allowed)
     count = jnp.where(state.active, result.accepted + 1, 0)  # the anchor and the accepted drafts
     if result.path is not None:
-        output = keep_rows(output, result.path, state.lengths, count)
+        output = keep_rows(output, result.path, state.lengths, count, state.slots)
     block = jnp.concatenate([state.anchors[:, None], draft.along(result.path)], axis=1)
     kept = Kept.of(block, output, state.lengths, count, state.slots)
     return dataclasses.replace(after, caches=output.caches), kept

@@ -171,6 +171,27 @@ REQUIRED = dataclasses.MISSING
 """The default of a field that has none."""
 
 
+CacheTokens = int | Literal["auto"] | None
+"""Tokens for which caches have pages: a number, or as many as memory holds. None: whole rows."""
+CACHE_TOKENS_HELP = (
+    "Tokens for which caches have room, in pages of 64 that requests share: short requests leave "
+    "room for more. auto: as many as fit in memory. Default: --cache-length for every slot."
+)
+
+
+def parse_cache_tokens(text: str | None) -> CacheTokens:
+    """Return the value of an option `cache_tokens`.
+
+    Raises:
+      FieldError: it is neither a whole number above 0 nor "auto".
+    """
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal() or not int(text):
+        raise FieldError("cache_tokens", f"is {text!r}; give a number of tokens, or auto")
+    return int(text)
+
+
 def option(
     default: Any,
     help: str,

@@ -2,8 +2,8 @@
 
 `take_rows` and `put_rows` stand around a pass over prompts, and around a decode loop for few active
 rows. Small arrays are taken out of the state and put back. Caches and the drafter's state stay
-where they are, and are read and written by slot number. An engine picks the program by the number
-of active rows, see `counts`.
+where they are, and are read and written by slot number. An engine with rows that are read ahead
+decodes a part of its rows so, and it picks the program by the number of active rows, see `counts`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.cache import Tables
 from jaxspec.shapes import Array, Int
 from jaxspec.state import DecodeSpec, DecodeState
 
@@ -36,6 +37,17 @@ def put_rows(state: DecodeState, rows: DecodeState) -> DecodeState:
         name: jax.tree.map(put, getattr(state, name), getattr(rows, name)) for name in _CHANGED
     }
     return dataclasses.replace(state, caches=rows.caches, drafter=rows.drafter, **changed)
+
+
+def rows_of(tables: Tables | None, slots: Int[Array, " b"] | None) -> Tables | None:
+    """Return the pages of the rows in `slots`, of the pages of all slots.
+
+    Args:
+      slots: a slot past the last gets pages that it must not use. None: all.
+    """
+    if tables is None or slots is None:
+        return tables
+    return {size: table[slots] for size, table in tables.items()}
 
 
 _CHANGED = (
@@ -61,14 +73,21 @@ def counts(spec: DecodeSpec, slots: int, mesh: Mesh, *, invariant: bool) -> tupl
 
     One row is the case of a server with one user. For a quarter of the slots, the products of a
     dense model take clearly less time than for all. The result is empty if a row must not depend on
-    how many run, if slots are split over devices, and if the state cannot be addressed by slot.
-    That is so for draft trees, and for drafters without `drafts_by_slot`.
+    how many run, for draft trees, which were not measured, and where rows are not `addressable`.
     """
-    if invariant or mesh.shape["data"] > 1 or spec.tree is not None:
-        return ()
-    if spec.drafter is not None and not spec.drafter.bind_abstract().drafts_by_slot:
+    if invariant or spec.tree is not None or not addressable(spec, mesh):
         return ()
     return tuple(sorted({1, slots // 4} - {0, slots}))
+
+
+def addressable(spec: DecodeSpec, mesh: Mesh) -> bool:
+    """Return whether a program can compute some rows of a state.
+
+    It cannot if rows are split over devices, and with a drafter without `drafts_by_slot`.
+    """
+    if mesh.shape["data"] > 1:
+        return False
+    return spec.drafter is None or spec.drafter.bind_abstract().drafts_by_slot
 
 
 def fill(active: Sequence[int], rows: int, slots: int) -> np.ndarray:

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from jaxspec.cache import KVCache, Paging, Tables, clear_rows, with_tables
 from jaxspec.drafters.base import AnyDrafter, Draft
 from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Tree, whole
@@ -257,6 +257,18 @@ class DecodeState(struct.PyTreeNode):
         """Return `small` with the caches and the drafter's state of this state."""
         return dataclasses.replace(small, caches=self.caches, drafter=self.drafter)
 
+    def with_tables(self, tables: Tables | None) -> DecodeState:
+        """Return the state of a pass over rows with these pages, see `cache.with_tables`."""
+        if tables is None:
+            return self
+        caches, drafter = with_tables((self.caches, self.drafter), tables)
+        return dataclasses.replace(self, caches=caches, drafter=drafter)
+
+    def without_tables(self) -> DecodeState:
+        """Return the state with no pages in its caches, as it is between programs."""
+        caches, drafter = with_tables((self.caches, self.drafter), None)
+        return dataclasses.replace(self, caches=caches, drafter=drafter)
+
 
 class PrefillChunk(struct.PyTreeNode):
     """Prompt tokens for some slots. A row past its end has count 0, and slot B is none."""
@@ -297,6 +309,7 @@ def init_state(
     num_stop_ids: int,
     cache_dtype: jnp.dtype,
     mesh: Mesh | None = None,
+    paging: Paging | None = None,
 ) -> DecodeState:
     """Make a state of empty, inactive slots. Each array has its own buffer, which can be donated.
 
@@ -304,9 +317,13 @@ def init_state(
       cache_length: positions a slot can hold: prompt, new tokens and one step's tokens.
       cache_dtype: of the target's keys and values. The drafter's have the drafter's dtype.
       mesh: the devices, see `sharding.state_shardings`; None: the default device.
+      paging: the pages of the caches; None: one a slot. Programs then take tables, see
+        `cache.with_tables`.
     """
     sizes = (spec, batch, cache_length, num_stop_ids, cache_dtype)
-    return _empty_state(*sizes) if mesh is None else state_maker(*sizes, mesh)()
+    if mesh is None:
+        return _empty_state(*sizes, paging)
+    return state_maker(*sizes, mesh, paging)()
 
 
 def state_maker(
@@ -316,18 +333,24 @@ def state_maker(
     num_stop_ids: int,
     cache_dtype: jnp.dtype,
     mesh: Mesh,
+    paging: Paging | None = None,
 ) -> Callable[[], DecodeState]:
     """Return a program that makes an empty state on a mesh. Arguments are as in `init_state`."""
 
     def make() -> DecodeState:
-        return _empty_state(spec, batch, cache_length, num_stop_ids, cache_dtype)
+        return _empty_state(spec, batch, cache_length, num_stop_ids, cache_dtype, paging)
 
     return jax.jit(make, out_shardings=state_shardings(jax.eval_shape(make), mesh))
 
 
-@functools.partial(jax.jit, static_argnums=range(5))
+@functools.partial(jax.jit, static_argnums=range(6))
 def _empty_state(
-    spec: DecodeSpec, batch: int, cache_length: int, num_stop_ids: int, cache_dtype: jnp.dtype
+    spec: DecodeSpec,
+    batch: int,
+    cache_length: int,
+    num_stop_ids: int,
+    cache_dtype: jnp.dtype,
+    paging: Paging | None,
 ) -> DecodeState:
     zeros = jnp.zeros(batch, jnp.int32)
     drafter_state = logprobs = counts = None
@@ -342,8 +365,9 @@ def _empty_state(
         counts = TokenCounts(output.astype(bool), output)
     if spec.drafter is not None:
         drafter = spec.drafter.bind_abstract()
+        options: dict[str, Any] = {} if paging is None else dict(paging=paging)
         drafter_state = drafter.init_state(
-            batch, cache_length=cache_length, dtype=spec.drafter.dtype
+            batch, cache_length=cache_length, dtype=spec.drafter.dtype, **options
         )
     return DecodeState(
         caches=init_caches(
@@ -352,6 +376,7 @@ def _empty_state(
             cache_length=cache_length,
             slack=spec.step_tokens,
             dtype=cache_dtype,
+            paging=paging,
         ),
         drafter=drafter_state,
         lengths=zeros,
@@ -483,34 +508,22 @@ def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:
     return dataclasses.replace(state, active=state.active & ~finished)
 
 
-def clear(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
-    """Zero the caches and the drafter's state of slots with `non_finite`."""
-
-    def zeros(x: Array) -> Array:
-        return jnp.where(slots.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x)
-
-    return dataclasses.replace(
-        state,
-        caches=jax.tree.map(zeros, state.caches),
-        drafter=jax.tree.map(zeros, state.drafter),
-        non_finite=state.non_finite & ~slots,
-    )
-
-
-def insert(state: DecodeState, other: DecodeState, pairs: Int[Array, "P 2"]) -> DecodeState:
-    """Copy whole rows of another state over rows of this one, caches and all.
+def clear(
+    state: DecodeState, slots: Bool[Array, " B"], tables: Tables | None = None
+) -> DecodeState:
+    """Zero the caches and the drafter's state of slots with `non_finite`.
 
     Args:
-      pairs: rows of `other` and of `state`. The pairs end before the first negative number.
+      tables: the pages of all slots, where a slot has several.
     """
 
-    def copy(i: Array, state: DecodeState) -> DecodeState:
-        source, target = pairs[i]
+    def zeros(x: KVCache | Array) -> KVCache | Array:
+        if isinstance(x, KVCache):
+            return clear_rows(x, slots, tables)
+        return jnp.where(slots.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x)
 
-        def put(old: Array, new: Array) -> Array:
-            row = lax.dynamic_index_in_dim(new, source)
-            return lax.dynamic_update_index_in_dim(old, row, target, 0)
-
-        return jax.tree.map(put, state, other)
-
-    return lax.fori_loop(0, jnp.sum(pairs[:, 0] >= 0, dtype=jnp.int32), copy, state)
+    arrays = (state.caches, state.drafter)
+    caches, drafter = jax.tree.map(zeros, arrays, is_leaf=lambda x: isinstance(x, KVCache))
+    return dataclasses.replace(
+        state, caches=caches, drafter=drafter, non_finite=state.non_finite & ~slots
+    )

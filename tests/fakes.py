@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.cache import Paging
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
@@ -47,6 +48,7 @@ class FakeConfig:
 
 
 class _Fake(Drafter[Array]):
+    drafts_by_slot = True
     config: FakeConfig
 
     @property
@@ -70,8 +72,10 @@ class LookupDrafter(_Fake):
     def feature_layers(self) -> tuple[int, ...]:
         return ()
 
-    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> Array:
-        del cache_length, dtype
+    def init_state(
+        self, batch: int, *, cache_length: int, dtype: DTypeLike, paging: Paging | None = None
+    ) -> Array:
+        del cache_length, dtype, paging
         return jnp.zeros(batch, jnp.int32)
 
     def absorb(self, state: Array, kept: Kept) -> Array:
@@ -91,6 +95,7 @@ class LookupDrafter(_Fake):
         draws: Draws | None = None,
     ) -> Draft:
         sequences = self.sequences[...]
+        state = state if view.slots is None else state[view.slots]
         known = sequences[jnp.argmax(state[:, None] == sequences[:, 0], axis=-1)]
         depth = num_draft_tokens if tree is None else tree.depth
         index = lengths[:, None] + 1 + jnp.arange(depth)[None, :]
@@ -128,8 +133,10 @@ class TableDrafter(_Fake):
     def feature_layers(self) -> tuple[int, ...]:
         return ()
 
-    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> Array:
-        del cache_length
+    def init_state(
+        self, batch: int, *, cache_length: int, dtype: DTypeLike, paging: Paging | None = None
+    ) -> Array:
+        del cache_length, paging
         return jnp.zeros((batch, 0), dtype)
 
     def absorb(self, state: Array, kept: Kept) -> Array:

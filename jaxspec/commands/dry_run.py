@@ -17,7 +17,7 @@ from jaxspec.commands.options import UsageError
 from jaxspec.commands.output import OutputOptions, write_line
 from jaxspec.commands.prefixes import planned_bytes
 from jaxspec.commands.startup import GPU_SHARE
-from jaxspec.options import FieldError
+from jaxspec.options import CacheTokens, FieldError
 from jaxspec.runtime import memory
 from jaxspec.runtime.prefill import Shapes, slots_on
 from jaxspec.runtime.runtime import cache_bucket
@@ -38,7 +38,7 @@ class Plan:
       rows: decoded together.
       read_ahead: rows beside them; None for the engine's choice.
       passes: whether an engine reads prompts, whose activations count. `bench` has none.
-      max_prefill_tokens, invariant: of the engine.
+      max_prefill_tokens, invariant, cache_tokens: of the engine.
       prefix_gib: for stored prefixes; None for a share of what is left, see `planned_bytes`.
     """
 
@@ -50,6 +50,7 @@ class Plan:
     passes: bool = True
     max_prefill_tokens: int | None = None
     invariant: bool = False
+    cache_tokens: CacheTokens = None
     prefix_gib: float | None = 0
 
     def __post_init__(self) -> None:
@@ -62,11 +63,22 @@ class Plan:
             if getattr(self, name) and self.mesh.shape["data"] > 1:
                 raise FieldError(name, "needs a mesh whose data axis has one device; leave it out")
 
-    def footprint(self, rows: int, length: int, read_ahead: int = 0) -> memory.Footprint:
+    def footprint(
+        self, rows: int, length: int, read_ahead: int = 0, cache_tokens: int | None = None
+    ) -> memory.Footprint:
         """Return what the run needs with so many rows of such a length, without stored prefixes."""
         sizes = self.spec, rows, length, self.mesh
-        tokens = self._pass_tokens(rows, length)
-        return memory.footprint(*sizes, read_ahead=read_ahead, pass_tokens=tokens)
+        beside: dict[str, Any] = dict(read_ahead=read_ahead, cache_tokens=cache_tokens)
+        return memory.footprint(*sizes, **beside, pass_tokens=self._pass_tokens(rows, length))
+
+    def tokens_on(self, limit: int | None, read_ahead: int) -> int | None:
+        """Return the tokens of pages on a device of so many bytes; None: rows are whole."""
+        if self.cache_tokens != "auto":
+            return self.cache_tokens
+        rows, length = slots_on(self.mesh, self.rows), self.cache_length
+        beside = dict(read_ahead=read_ahead, pass_tokens=self._pass_tokens(rows, length))
+        sizes = self.spec, rows, length, self.mesh
+        return memory.plan_cache_tokens(*sizes, limit=limit, **beside)
 
     def _pass_tokens(self, rows: int, length: int) -> int:
         shapes = Shapes.of(
@@ -90,8 +102,10 @@ class Plan:
         if read_ahead is None:
             sizes = self.spec, rows, length, self.mesh
             tokens = self._pass_tokens(rows, length)
-            read_ahead = memory.plan_read_ahead(*sizes, pass_tokens=tokens)
-        need, limit = self.footprint(rows, length, read_ahead), weight_memory.bytes_limit(self.mesh)
+            pages = length if self.cache_tokens == "auto" else self.cache_tokens
+            read_ahead = memory.plan_read_ahead(*sizes, cache_tokens=pages, pass_tokens=tokens)
+        limit = weight_memory.bytes_limit(self.mesh)
+        need = self.footprint(rows, length, read_ahead, self.tokens_on(limit, read_ahead))
         left = None if limit is None else limit - need.total
         nbytes = planned_bytes(self, self.prefix_gib, left)
         return read_ahead, dataclasses.replace(need, prefixes=nbytes)
@@ -101,7 +115,17 @@ class Plan:
         length, here, (read_ahead, need) = self.cache_length, self.mesh, self.need
         limit = weight_memory.bytes_limit(here)
         stored = 0 if self.prefix_gib is None else need.prefixes  # a share leaves rows their room
-        least = need.total - need.prefixes + stored
+
+        def on(device: str, limit: int | None) -> dict[str, Any]:
+            of: dict[str, Any] = dict(device=device, limit_bytes=limit)
+            if limit is None:
+                return of | dict(this_run=None, cache_tokens=None, rows_by_length=None)
+            tokens = self.tokens_on(limit, read_ahead)
+            least = self.footprint(slots_on(here, self.rows), length, read_ahead, tokens).total
+            fits = least + stored <= limit
+            of |= dict(this_run=fits, cache_tokens=tokens if fits else None)
+            return of | dict(rows_by_length=self.most_rows(limit - stored, lengths))
+
         longest = self.spec.target.config.max_positions + self.spec.step_tokens
         lengths = sorted({length, *(n for n in LENGTHS if n <= longest)})
         limits = {f"here: {here.devices.flat[0].device_kind}": limit}
@@ -113,16 +137,9 @@ class Plan:
             "rows": slots_on(here, self.rows),
             "cache_length": length,
             "read_ahead": read_ahead,
+            "cache_tokens": self.tokens_on(limit, read_ahead),
             "bytes_a_device": dataclasses.asdict(need) | {"total": need.total},
-            "fits": [
-                {
-                    "device": name,
-                    "limit_bytes": bytes_of,
-                    "this_run": bytes_of and least <= bytes_of,
-                    "rows_by_length": bytes_of and self.most_rows(bytes_of - stored, lengths),
-                }
-                for name, bytes_of in limits.items()
-            ],
+            "fits": [on(*device) for device in limits.items()],
         }
 
     def most_rows(self, limit: int, lengths: list[int]) -> dict[str, int]:
@@ -157,10 +174,14 @@ def show(plan: Plan, title: str, console: Console) -> dict[str, Any]:
             continue
         counts = [f"{device['rows_by_length'][n]:,}" for n in lengths]
         answer = "fits" if device["this_run"] else "does not fit"
+        if device["cache_tokens"] is not None:
+            answer += f", {device['cache_tokens']:,} tokens in pages"
         rows.add_row(device["device"], format_gib(device["limit_bytes"]), answer, *counts)
     run = f"This run: {values['rows']} rows of {values['cache_length']} positions"
     ahead = values["read_ahead"]
     run += f", and {ahead} rows that are read ahead" if ahead else ""
+    if (tokens := values["cache_tokens"]) is not None:
+        run += f", in pages for {tokens:,} tokens"
     counted = f"{run}. No weights were read.\n\nRows that fit, by their positions:"
     console.print(Group(Text(title, "bold"), needs, counted, rows), highlight=False)
     return {"dry_run": values}

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from jaxspec.cache import KVCache
+from jaxspec.cache import KVCache, Paging
 from jaxspec.models.target import Caches, Target, TargetOutput
 from jaxspec.options import Tree
 from jaxspec.quantised.kv import KVStorage
@@ -180,8 +180,15 @@ class Drafter(nnx.Module, Generic[StateT]):
         assert not values, f"{type(self).__name__} takes no other values of {list(values)}"
 
     @abc.abstractmethod
-    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> StateT:
-        """Return an empty state for `batch` rows of up to `cache_length` positions."""
+    def init_state(
+        self, batch: int, *, cache_length: int, dtype: DTypeLike, paging: Paging | None = None
+    ) -> StateT:
+        """Return an empty state for `batch` rows of up to `cache_length` positions.
+
+        Args:
+          paging: of caches that are made by `cache.init_cache`; None: one page a row. Other arrays
+            have one row for each slot.
+        """
 
     @abc.abstractmethod
     def draft(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec import cache as kv
-from jaxspec.cache import KVCache, KVSegment
+from jaxspec.cache import KVCache, KVSegment, Paging
 from jaxspec.configs.base import LayerType
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
@@ -99,7 +99,9 @@ class DFlashDrafter(Drafter[DFlashState]):
         for layer in self.layers:
             layer.theta = nnx.data(values["rope_theta"])
 
-    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> DFlashState:
+    def init_state(
+        self, batch: int, *, cache_length: int, dtype: DTypeLike, paging: Paging | None = None
+    ) -> DFlashState:
         c = self.config
         return tuple(
             kv.init_cache(
@@ -110,6 +112,7 @@ class DFlashDrafter(Drafter[DFlashState]):
                 window=self._ring_window(kind),
                 slack=c.max_draft_tokens + 1,
                 dtype=dtype,
+                paging=paging,
             )
             for kind in c.layer_types
         )

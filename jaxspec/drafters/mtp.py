@@ -24,7 +24,7 @@ from flax import nnx
 from jax import lax
 
 from jaxspec import cache as kv
-from jaxspec.cache import KVSegment
+from jaxspec.cache import KVSegment, Paging
 from jaxspec.configs.base import LayerType
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
@@ -118,8 +118,10 @@ class MTPDrafter(Drafter[MTPState]):
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             layer.attention.theta = nnx.data(thetas[kind])
 
-    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> MTPState:
-        del cache_length
+    def init_state(
+        self, batch: int, *, cache_length: int, dtype: DTypeLike, paging: Paging | None = None
+    ) -> MTPState:
+        del cache_length, paging
         return jnp.zeros((batch, self.config.backbone_hidden_size), dtype)
 
     def absorb(self, state: MTPState, kept: Kept) -> MTPState:

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.cache import HostTables
 from jaxspec.engine.draft_length_policy import Choice, Chooser, ladder
+from jaxspec.engine.pages import spread_tables
 from jaxspec.engine.request import Request
 from jaxspec.options import FieldError, Sampling
 from jaxspec.row_subset import fill
@@ -170,13 +172,15 @@ class DraftLengthController:
         """Bind the programs of every length; arguments as in `measure`."""
         full = self.runtime.spec.num_draft_tokens
         for length in self.chooser.lengths if self.chooser else ():
-            self.runtime.bind_decode(state, output, 1, 0, length)
+            self.runtime.bind_decode(state, output, 1, 0, length, tables=self._dummy_tables)
         for length in filter(
             self.has_small_batches, self.chooser.lengths if self.chooser else (full,)
         ):
             for rows in small_batches:
-                slots = fill([], rows, self.runtime.batch_size)
-                self.runtime.bind_decode(state, output, 1, 0, length, slots=slots)
+                slots = fill([], rows, self.runtime.num_rows)
+                self.runtime.bind_decode(
+                    state, output, 1, 0, length, slots=slots, tables=self._dummy_tables
+                )
 
     def measure(
         self, state: DecodeState, output: OutputRequest, small_batches: Sequence[int]
@@ -194,6 +198,7 @@ class DraftLengthController:
         if steps < 1:  # the cache is too short for a step
             return state
         state = runtime.admit(state, self._dummy_rows(state))
+        tables = self._dummy_tables
         chooser.costs.small_batches = tuple(small_batches)
         for length in chooser.lengths:
             for rows in (
@@ -208,23 +213,32 @@ class DraftLengthController:
                     for computed in (rows, *others):
                         chooser.costs.add(length, computed, step_s)
             chooser.compiled.add(length)
-        return runtime.clear(state, np.ones(runtime.batch_size, bool))
+        return runtime.clear(state, np.ones(runtime.num_rows, bool), tables)
 
     def _timed(
         self, state: DecodeState, output: OutputRequest, length: int, rows: int, steps: int
     ) -> tuple[DecodeState, list[float]]:
         """Return the state, and the seconds of a step in each of several calls."""
         runtime, seconds = self.runtime, []
-        slots = None if rows == runtime.batch_size else fill(range(rows), rows, runtime.batch_size)
+        slots = None if rows == runtime.batch_size else fill(range(rows), rows, runtime.num_rows)
         for max_steps in (1, *[steps] * CALLS):
             state = self._with_active(state, max_steps, rows)
-            call = runtime.bind_decode(state, output, max_steps, 0, length, slots=slots)
+            call = runtime.bind_decode(
+                state, output, max_steps, 0, length, slots=slots, tables=self._dummy_tables
+            )
             begin = time.perf_counter()
             state, _ = jax.block_until_ready(call(state))
             taken_s = time.perf_counter() - begin
             if int(fetch(state.num_steps).max()) == max_steps:
                 seconds.append(taken_s / max_steps)
         return state, seconds
+
+    @property
+    def _dummy_tables(self) -> HostTables | None:
+        runtime = self.runtime
+        if runtime.paging is None:
+            return None
+        return spread_tables(runtime.num_rows, runtime.page_counts)
 
     def _dummy_rows(self, state: DecodeState) -> Any:
         """Return greedy rows for all slots, without stop ids."""
@@ -239,7 +253,7 @@ class DraftLengthController:
 
     def _with_active(self, state: DecodeState, steps: int, rows: int) -> DecodeState:
         """Put all rows in the middle of their caches, after random tokens; the first `rows` are active."""
-        b, length = self.runtime.batch_size, self.runtime.cache_length
+        b, length = self.runtime.num_rows, self.runtime.cache_length
         last = length - steps * self.runtime.spec.step_tokens - 1
         tokens = np.random.default_rng(0).integers(
             self.runtime.spec.target.config.vocab_size, size=b

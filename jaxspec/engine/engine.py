@@ -22,7 +22,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxspec import row_subset
 from jaxspec._deprecated import renamed_keywords
+from jaxspec.cache import Paging
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.prefix_cache.entries import PrefixStats
 from jaxspec.engine.prefix_cache.pool import Pool
@@ -43,6 +45,7 @@ from jaxspec.engine.request import (
 )
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.options import (
+    CacheTokens,
     ChooseLength,
     Drafting,
     FieldError,
@@ -56,6 +59,7 @@ from jaxspec.runtime.prefill import Shapes, bucket, slots_on
 from jaxspec.runtime.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
+from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.sharding import mesh_of, own_context
 
@@ -99,14 +103,18 @@ class Engine:
       batch_size: slots; rounded up to a multiple of the mesh's data axis, and on a CPU beyond 16 to
         a multiple of 8.
       cache_length: positions of a slot; prompt, new tokens and one step's tokens must fit.
+      cache_tokens: tokens for which caches have room, in pages of 64. A request gets the pages that
+        it can need, so that short requests leave room for more of them, and waits while too few are
+        free. At least `cache_length`. "auto": as many as memory holds. Needs a mesh whose data axis
+        has one device, and `prefix_bytes=0`. None: every slot has room for `cache_length` positions.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
       steps_per_return: most decode steps between returns to the host.
       max_prefill_tokens: prompt tokens, padding included, that are prefilled before rows decode on;
         at least one pass. None: those of all prompts that have slots.
       read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while
         all slots are taken. A free slot then goes on at once. None: as many as keep passes full on
-        a GPU, fewer if memory is short; none with one slot, on a CPU, or on a mesh with a data
-        axis.
+        a GPU, fewer if memory is short; none with one slot, on a CPU, on a mesh with a data axis,
+        or with a drafter without `drafts_by_slot`.
       invariant: whether a row is independent of its neighbours, to the last bit; prompts then share
         small passes only.
       choose_length: when to verify fewer drafts than there are, if that is quicker. See
@@ -132,6 +140,7 @@ class Engine:
         program_features: ProgramFeatures | Mapping[str, Any] = ProgramFeatures(),
         batch_size: int = 1,
         cache_length: int = 1024,
+        cache_tokens: CacheTokens = None,
         num_stop_ids: int = STOP_IDS,
         steps_per_return: int = 16,
         max_prefill_tokens: int | None = None,
@@ -149,6 +158,7 @@ class Engine:
             ("cache_length", cache_length),
             ("steps_per_return", steps_per_return),
             ("max_prefill_tokens", max_prefill_tokens),
+            ("cache_tokens", None if cache_tokens == "auto" else cache_tokens),
         ):
             if value is not None and (wrong := at_least(1).refusal(value)):
                 raise FieldError(name, wrong)
@@ -179,18 +189,28 @@ class Engine:
             slots_on(mesh, batch_size),
         )
         check_min_cache_length(spec, cache_length)
+        if cache_tokens is not None:
+            check_pages(spec, cache_length, cache_tokens, prefix_bytes, mesh)
         sizes = spec, slots, cache_length, mesh
         shapes = Shapes.of(
             spec.target, slots, mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
         )
         beside = dict(prefix_bytes=prefix_bytes, pass_tokens=shapes.most_tokens(cache_length))
         if read_ahead is None:
-            read_ahead = memory.plan_read_ahead(*sizes, **beside)
-        elif read_ahead and mesh.shape["data"] > 1:
+            least = cache_length if cache_tokens == "auto" else cache_tokens
+            read_ahead = memory.plan_read_ahead(*sizes, cache_tokens=least, **beside)
+        elif read_ahead and not row_subset.addressable(spec, mesh):
             raise FieldError(
-                "read_ahead", "needs a mesh whose data axis has one device; leave it out"
+                "read_ahead",
+                "needs a mesh whose data axis has one device, and a drafter that drafts by slot; "
+                "leave it out",
             )
-        memory.check_fits(*sizes, read_ahead=read_ahead, **beside)
+        if cache_tokens == "auto":
+            limit = weight_memory.bytes_limit(mesh)
+            cache_tokens = memory.plan_cache_tokens(
+                *sizes, limit=limit, read_ahead=read_ahead, **beside
+            )
+        memory.check_fits(*sizes, read_ahead=read_ahead, cache_tokens=cache_tokens, **beside)
         self.runtime = Runtime(
             spec,
             *weights,
@@ -199,6 +219,7 @@ class Engine:
             read_ahead=read_ahead,
             max_prefill_tokens=max_prefill_tokens,
             invariant=invariant,
+            paging=None if cache_tokens is None else Paging(slots + read_ahead, cache_tokens),
             programs=programs,
         )
         self.draft_length = DraftLengthController(self.runtime, choose_length, invariant=invariant)
@@ -296,9 +317,24 @@ class Engine:
         return self.runtime.cache_length
 
     @property
+    def cache_tokens(self) -> int:
+        """Tokens for which the caches have room."""
+        paging = self.runtime.paging
+        return paging.tokens if paging else self.runtime.num_rows * self.cache_length
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the caches that requests have, from 0 to 1."""
+        slots = self._scheduler.slots
+        if slots.pages is not None:
+            return slots.pages.usage
+        return 1 - len(slots.free) / slots.count
+
+    @property
     def num_running(self) -> int:
         """Number of requests that have a slot."""
-        return self.batch_size - len(self._scheduler.slots.free)
+        slots = self._scheduler.slots
+        return min(self.batch_size, slots.count - len(slots.free))
 
     @property
     def timings(self) -> Timings:
@@ -496,4 +532,35 @@ class Engine:
             num_stop_ids=self.num_stop_ids,
             max_prefill_tokens=self.max_prefill_tokens,
             prefixes=self._prefixes,
+        )
+
+
+def check_pages(
+    spec: DecodeSpec, cache_length: int, cache_tokens: CacheTokens, prefix_bytes: int, mesh: Mesh
+) -> None:
+    """Refuse pages for so many tokens where an engine cannot have them.
+
+    Raises:
+      FieldError: naming the argument and the way out.
+    """
+    if isinstance(cache_tokens, int) and cache_tokens < cache_length:
+        raise FieldError(
+            "cache_tokens",
+            lambda format_field: (
+                f"is {cache_tokens}, and one request may need "
+                f"{format_field('cache_length', cache_length)}; give as many or more"
+            ),
+        )
+    if prefix_bytes:
+        raise FieldError(
+            "cache_tokens",
+            lambda format_field: (
+                f"does not go with stored prefixes yet; give {format_field('prefix_bytes', 0)} too"
+            ),
+        )
+    if not row_subset.addressable(spec, mesh):
+        raise FieldError(
+            "cache_tokens",
+            "needs a mesh whose data axis has one device, and a drafter that drafts by slot; "
+            "leave it out",
         )

@@ -7,6 +7,7 @@ prompts. Then their rows decode, and each row that is done frees its slot.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Hashable
 from concurrent.futures import Executor
@@ -17,7 +18,7 @@ from jaxspec import row_subset
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.prefix_cache.planner import PrefixPlanner
 from jaxspec.engine.prefix_cache.store import Store
-from jaxspec.engine.request import Completion, Request, Update
+from jaxspec.engine.request import Completion, Request, Update, num_positions
 from jaxspec.engine.slots import Slots
 from jaxspec.runtime.prefill import PrefillPlanner, make_chunk
 from jaxspec.runtime.runtime import Runtime
@@ -34,9 +35,8 @@ class Scheduler:
 
     Attributes:
       waiting: requests without a slot, in their order.
-      slots: the decode batch.
-      ahead_slots: rows in which prompts are prefilled before they have a slot; None: slots prefill
-        their own.
+      slots: the rows of the state. Those beyond the batch size let prompts be prefilled ahead.
+      running: the slots that decode, as many as the batch size at most.
     """
 
     def __init__(
@@ -52,15 +52,13 @@ class Scheduler:
         self.runtime, self.draft_length, self.executor = runtime, draft_length, executor
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Request] = deque()
-        self.slots = Slots(runtime, runtime.batch_size, num_stop_ids)
-        self.ahead_slots: Slots | None = None
-        if runtime.read_ahead:
-            self.ahead_slots = Slots(runtime, runtime.read_ahead, num_stop_ids)
+        self.slots = Slots(runtime, num_stop_ids)
+        self.running: list[int] = []
         self._planner = PrefillPlanner(runtime.shapes)
         self._prefixes = prefixes and PrefixPlanner(
             prefixes, self._planner, invariant=runtime.invariant
         )
-        self._busy: Slots | None = None  # with a launched call
+        self._is_busy = False  # with a launched call
         self._prefill_tokens = 0  # since rows decoded, padding included
 
     def step(self, max_steps: int) -> list[Update | Completion]:
@@ -69,20 +67,13 @@ class Scheduler:
         Args:
           max_steps: decode steps of the next call at most.
         """
-        events = [] if self._busy is None else self._collect()
-        ahead = self.ahead_slots
-        if ahead is not None and (
-            targets := dict(zip(ahead.prefilled, self.slots.free, strict=False))
-        ):
-            self.slots.move_from(ahead, targets)
-        if ahead is None or not self.slots.prefilled or self._should_prefill():
-            self._admit()
+        events = self._collect() if self._is_busy else []
+        self._start_rows()
+        self._admit()
         if self._should_prefill():
             self._prefill()
-        elif self.slots.prefilled:
+        elif self.running:
             self._decode(max_steps)
-        if ahead is not None and self._busy is not ahead:
-            self._admit()  # while the device decodes
         return events
 
     def cancel(self, id: Hashable) -> Completion | None:
@@ -93,70 +84,67 @@ class Scheduler:
                 if self._prefixes is not None:
                     self._prefixes.forget(id)
                 return Completion(id, finish_reason="cancelled")
-        for slots in self._all_slots:
-            if (slot := slots.slot_of(id)) is not None:
-                row = slots.rows[slot]
-                assert row is not None
-                if slots is self._prefill_slots:
-                    self._planner.remove(slot)
-                slots.rows[slot] = None  # `Slots.collect` retires the row on the device
-                return row.as_completion("cancelled")
-        return None
+        if (slot := self.slots.slot_of(id)) is None:
+            return None
+        row = self.slots.rows[slot]
+        assert row is not None
+        self._planner.remove(slot)
+        self.slots.rows[slot] = None  # `Slots.collect` retires the row on the device
+        return row.as_completion("cancelled")
 
     def warm_up(self, max_steps: int) -> None:
         """Compile every program, and time all verify lengths. No request may wait or run."""
-        runtime, prefilling, decoding = self.runtime, self._prefill_slots, self.slots
-        of_prefill = prefilling.output_request(0)
-        of_decode = decoding.output_request(max_steps)
-        chunks = [
-            make_chunk({}, rows, width, prefilling.count) for rows, width in runtime.shapes.all()
-        ]
+        runtime, slots = self.runtime, self.slots
+        tables = slots.tables
+        of_prefill, of_decode = slots.output_request(0), slots.output_request(max_steps)
+        chunks = [make_chunk({}, rows, width, slots.count) for rows, width in runtime.shapes.all()]
         small_batches = row_subset.counts(
-            runtime.spec, decoding.count, runtime.mesh, invariant=runtime.invariant
+            runtime.spec, runtime.batch_size, runtime.mesh, invariant=runtime.invariant
         )
         kinds = (True, False) if runtime.spec.program_features.grammars else (False,)
         with runtime.compiling_in_background():
             for guided in kinds:  # first, since they compile longest
-                runtime.bind_decode(decoding.state, of_decode, 1, guided=guided)
-            self.draft_length.begin_compiling(decoding.state, of_decode, small_batches)
+                runtime.bind_decode(slots.state, of_decode, 1, guided=guided, tables=tables)
+            self.draft_length.begin_compiling(slots.state, of_decode, small_batches)
             for chunk in chunks:
-                runtime.bind_prefill(prefilling.state, chunk, of_prefill)
-        prefilling.admit({})
+                runtime.bind_prefill(slots.state, chunk, of_prefill, tables)
+        slots.admit({})
         for chunk in chunks:
-            call = runtime.bind_prefill(prefilling.state, chunk, of_prefill)
-            prefilling.state, _ = call(prefilling.state)
+            call = runtime.bind_prefill(slots.state, chunk, of_prefill, tables)
+            slots.state, _ = call(slots.state)
         if self._prefixes is not None:
-            prefilling.state = self._prefixes.store.warm_up(prefilling.state)
-        if prefilling is not decoding:
-            decoding.state = runtime.insert(decoding.state, prefilling.state, {})
+            slots.state = self._prefixes.store.warm_up(slots.state)
         for guided in kinds:
-            call = runtime.bind_decode(decoding.state, of_decode, 1, guided=guided)
-            decoding.state, _ = call(decoding.state)
+            call = runtime.bind_decode(slots.state, of_decode, 1, guided=guided, tables=tables)
+            slots.state, _ = call(slots.state)
         for rows in small_batches:
-            no_slots = row_subset.fill([], rows, decoding.count)
-            call = runtime.bind_decode(decoding.state, of_decode, 1, slots=no_slots)
-            decoding.state, _ = call(decoding.state)
+            no_slots = row_subset.fill([], rows, slots.count)
+            call = runtime.bind_decode(slots.state, of_decode, 1, slots=no_slots, tables=tables)
+            slots.state, _ = call(slots.state)
         runtime.small_batches = small_batches
-        decoding.state = self.draft_length.measure(decoding.state, of_decode, small_batches)
-        for slots in self._all_slots:
-            slots.state = runtime.retire(slots.state, np.ones(slots.count, bool))
-            slots.state = runtime.clear(slots.state, np.zeros(slots.count, bool))
+        slots.state = self.draft_length.measure(slots.state, of_decode, small_batches)
+        slots.state = runtime.retire(slots.state, np.ones(slots.count, bool))
+        slots.state = runtime.clear(slots.state, np.zeros(slots.count, bool), tables)
 
     def close(self) -> None:
         """Wait until the device is done with its last call."""
-        if self._busy is not None:
+        if self._is_busy:
             with contextlib.suppress(Exception):  # `step` raised it already, or nobody needs it
-                self._busy.wait()
-            self._busy = None
+                self.slots.wait()
+            self._is_busy = False
 
     @property
-    def _prefill_slots(self) -> Slots:
-        """The slots in which prompts are prefilled."""
-        return self.slots if self.ahead_slots is None else self.ahead_slots
+    def _ready(self) -> list[int]:
+        """Slots whose prompts are prefilled and that do not decode yet, in the order of admission."""
+        running, prefilled = {*self.running}, {*self.slots.prefilled}
+        numbers = {slot: row.number for slot, row in enumerate(self.slots.rows) if row is not None}
+        return sorted(prefilled - running, key=lambda slot: numbers[slot])
 
-    @property
-    def _all_slots(self) -> list[Slots]:
-        return [self.slots] if self.ahead_slots is None else [self.slots, self.ahead_slots]
+    def _start_rows(self) -> None:
+        """Let rows decode whose prompts are prefilled, in place of those that have ended."""
+        prefilled = {*self.slots.prefilled}
+        self.running = [slot for slot in self.running if slot in prefilled]
+        self.running += self._ready[: self.runtime.batch_size - len(self.running)]
 
     @property
     def _min_free_slots(self) -> int:
@@ -166,20 +154,31 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give slots to waiting requests, and plan the prefill of their prompts."""
-        if self.ahead_slots is None and (
-            self._planner.pending
-            or (self.slots.prefilled and len(self.slots.free) < self._min_free_slots)
+        free = self.slots.free
+        if not self.runtime.read_ahead and (
+            self._planner.pending or (self.running and len(free) < self._min_free_slots)
         ):
             return
-        free = self._prefill_slots.free
-        new = dict(zip(free, self._take_waiting(len(free)), strict=False))
+        self.slots.release()
+        new = dict(zip(free, self._take_waiting(self._num_fitting(len(free))), strict=False))
         if not new:
             return
-        self._prefill_slots.admit(new)
+        self.slots.admit(new)
         if self._prefixes is not None:
-            self._prefixes.begin(self._prefill_slots, new)
+            self._prefixes.begin(self.slots, new)
         else:
             self._planner.add({slot: request.prompt_ids for slot, request in new.items()})
+
+    def _num_fitting(self, count: int) -> int:
+        """Return how many of the first waiting requests get slots, `count` at most.
+
+        They go in their order: none overtakes one that waits for pages.
+        """
+        pages, spec = self.slots.pages, self.runtime.spec
+        if pages is None:
+            return count
+        first = itertools.islice(self.waiting, count)
+        return pages.num_fitting([num_positions(spec, request) for request in first])
 
     def _take_waiting(self, count: int) -> list[Request]:
         """Take the first waiting requests, `count` at most, but leave those that gain by waiting on."""
@@ -192,63 +191,64 @@ class Scheduler:
 
     def _should_prefill(self) -> bool:
         """Return whether the next call is a prefill pass. Rows that decode wait for it."""
-        if not self._planner.pending or not self.slots.prefilled:
+        if not self._planner.pending or not self.running:
             return bool(self._planner.pending)
         limit, done = self.max_prefill_tokens, self._prefill_tokens
         if limit is not None and done and done + self._planner.next_tokens > limit:
             return False
-        # Prompts that are prefilled ahead wait for slots. An eighth of the rows ahead is kept ready.
-        ahead = self.ahead_slots
-        return ahead is None or len(ahead.prefilled) < max(1, ahead.count // 8)
+        # Rows that are prefilled ahead wait for others to end. An eighth of the rows ahead is kept ready.
+        ahead = self.runtime.read_ahead
+        return not ahead or len(self._ready) < max(1, ahead // 8)
 
     def _prefill(self) -> None:
         """Launch a prefill pass."""
         chunk, ended = self._planner.next_chunk()
         self._prefill_tokens += chunk.tokens.size
-        slots = self._busy = self._prefill_slots
+        slots, self._is_busy = self.slots, True
         for slot in ended:
             row = slots.rows[slot]
             assert row is not None
             row.is_prefilled = True
         chunk = slots.with_masks(chunk, ended)
         request = slots.output_request(0)
-        call = self.runtime.bind_prefill(slots.state, chunk, request)
+        call = self.runtime.bind_prefill(slots.state, chunk, request, slots.tables)
         slots.launch(self.executor, request.sizes, call)
 
     def _decode(self, max_steps: int) -> None:
         """Launch some decode steps. They end early when rows end whose slots are needed."""
-        active, until_active = len(self.slots.prefilled), 0
-        if self.ahead_slots is not None and self.ahead_slots.prefilled:
+        runtime, slots, active, until_active = self.runtime, self.slots, len(self.running), 0
+        waits_for_pages = bool(slots.pages and self.waiting and slots.free)
+        if self._ready or waits_for_pages:
             # A return to the host takes some milliseconds, so a few rows have to end before it pays.
-            until_active = max(0, active - max(1, self.slots.count // 16))
-        elif self.ahead_slots is None and self.waiting and not self._planner.pending:
-            until_active = max(0, active + len(self.slots.free) - self._min_free_slots)
-        self._prefill_tokens = 0
-        slots = self._busy = self.slots
-        running = slots.prefilled_requests
-        steps, length = self.draft_length.next(running, max_steps)
-        guided = any(request.grammar is not None for request in running)
+            until_active = max(0, active - max(1, runtime.batch_size // 16))
+        elif not runtime.read_ahead and self.waiting and not self._planner.pending:
+            until_active = max(0, active + len(slots.free) - self._min_free_slots)
+        self._prefill_tokens, self._is_busy = 0, True
+        requests = [row.request for slot in self.running if (row := slots.rows[slot])]
+        steps, length = self.draft_length.next(requests, max_steps)
+        guided = any(request.grammar is not None for request in requests)
+        small_batches = not guided and self.draft_length.has_small_batches(length)
         request = slots.output_request(max_steps)
-        subset = None
-        if not guided and self.draft_length.has_small_batches(length):
-            subset = self._row_subset()
-        call = self.runtime.bind_decode(
-            slots.state, request, steps, until_active, length, guided, subset
+        subset = self._row_subset(small_batches=small_batches)
+        call = runtime.bind_decode(
+            slots.state, request, steps, until_active, length, guided, subset, slots.tables
         )
         slots.launch(self.executor, request.sizes, call, length)
 
-    def _row_subset(self) -> np.ndarray | None:
-        """Return the slots of the smallest program that computes all running rows; None: that of all slots."""
-        active = self.slots.prefilled
-        rows = next((rows for rows in self.runtime.small_batches if rows >= len(active)), None)
-        return None if rows is None else row_subset.fill(active, rows, self.slots.count)
+    def _row_subset(self, *, small_batches: bool) -> np.ndarray | None:
+        """Return the slots of the smallest program that computes all running rows; None: all slots."""
+        runtime = self.runtime
+        sizes = runtime.small_batches if small_batches else ()
+        rows = next((n for n in sizes if n >= len(self.running)), runtime.batch_size)
+        if rows == self.slots.count:
+            return None
+        return row_subset.fill(self.running, rows, self.slots.count)
 
     def _collect(self) -> list[Update | Completion]:
         """Wait for the running call, and return its events."""
-        slots = self._busy
-        assert slots is not None
+        slots = self.slots
         taken_s = slots.wait()  # after an interrupt, `step` or `close` waits again
-        self._busy = None
+        self._is_busy = False
         if self._prefill_tokens:
             self.runtime.timings.prefill_s += taken_s
             if self._prefixes is not None:

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.cache import HostTables
+from jaxspec.engine.pages import PagePool
 from jaxspec.engine.request import (
     Completion,
     Reason,
@@ -24,6 +26,7 @@ from jaxspec.engine.request import (
     failed,
     grammar_failed,
     num_kept_tokens,
+    num_positions,
 )
 from jaxspec.runtime.runtime import NewRows, Runtime, StepResult
 from jaxspec.runtime.step_output import OutputRequest, OutputSizes, StepOutput
@@ -41,12 +44,14 @@ class Row:
     """A request that has a slot, and what it got so far.
 
     Attributes:
+      number: counts the requests that got a slot before this one.
       guide: follows its grammar.
       is_prefilled: whether its whole prompt is prefilled, so that its first token is there.
       cached_tokens: prompt tokens that came from the prefix cache.
     """
 
     request: Request
+    number: int
     guide: Guide | None = None
     is_prefilled: bool = False
     cached_tokens: int = 0
@@ -116,16 +121,18 @@ class Row:
 class Slots:
     """A decode state, and the request of each of its rows.
 
-    Args:
-      count: rows of the state.
-
     Attributes:
+      count: rows of the state.
+      pages: of the rows; None where each row has one page.
       rows: by slot; None where the slot is free.
     """
 
-    def __init__(self, runtime: Runtime, count: int, num_stop_ids: int):
-        self.runtime, self.count, self.num_stop_ids = runtime, count, num_stop_ids
+    def __init__(self, runtime: Runtime, num_stop_ids: int):
+        self.runtime, self.num_stop_ids = runtime, num_stop_ids
+        self.count = count = runtime.num_rows
+        self.pages = PagePool(count, runtime.page_counts) if runtime.paging else None
         self.rows: list[Row | None] = [None] * count
+        self._num_admitted = 0
         self._non_finite = np.zeros(count, bool)  # by the newest output
         self._launched: Future[LaunchResult] | LaunchResult | None = None
         self._output: StepOutput | None = None
@@ -138,12 +145,17 @@ class Slots:
         """The state on the device. Every program takes the old one's memory, so set the one that it returns."""
         assert self._launched is None, "a launched call has the state"
         if self._state is None:
-            self._state = self.runtime.init_state(self.num_stop_ids, self.count)
+            self._state = self.runtime.init_state(self.num_stop_ids)
         return self._state
 
     @state.setter
     def state(self, state: DecodeState) -> None:
         self._state = state
+
+    @property
+    def tables(self) -> HostTables | None:
+        """The pages of all rows, as programs take them."""
+        return None if self.pages is None else {n: x.copy() for n, x in self.pages.tables.items()}
 
     @property
     def free(self) -> list[int]:
@@ -154,11 +166,6 @@ class Slots:
     def prefilled(self) -> list[int]:
         """Slots whose prompts are prefilled."""
         return [slot for slot, row in enumerate(self.rows) if row is not None and row.is_prefilled]
-
-    @property
-    def prefilled_requests(self) -> list[Request]:
-        """Requests whose prompts are prefilled."""
-        return [row.request for row in self.rows if row is not None and row.is_prefilled]
 
     @property
     def new_acceptance_lengths(self) -> list[np.ndarray]:
@@ -172,18 +179,27 @@ class Slots:
         return lengths
 
     def admit(self, new: Mapping[int, Request]) -> None:
-        """Give free slots to requests. Their prompts are prefilled later."""
+        """Give free slots to requests, after `release`. Their prompts are prefilled later."""
         guides: dict[int, int] = {}
         for slot, request in new.items():
             guide = None if request.grammar is None else Guide(request.grammar)
-            self.rows[slot] = Row(request, guide)
+            self.rows[slot] = Row(request, self._num_admitted, guide)
+            self._num_admitted += 1
             if guide is not None:
                 guides[slot] = guide.number
-        is_new = np.isin(np.arange(self.count), [*new])
-        if (non_finite := is_new & self._non_finite).any():
-            self.state = self.runtime.clear(self.state, non_finite)
-            self._non_finite &= ~is_new
+            if self.pages is not None:
+                self.pages.take(slot, num_positions(self.runtime.spec, request))
         self.state = self.runtime.admit(self.state, self._new_rows(new, guides))
+
+    def release(self) -> None:
+        """Free the pages of rows without a request, after what is not finite was cleared."""
+        is_free = np.array([row is None for row in self.rows])
+        if (non_finite := is_free & self._non_finite).any():
+            self.state = self.runtime.clear(self.state, non_finite, self.tables)
+            self._non_finite &= ~non_finite
+        if self.pages is not None:
+            for slot in self.free:
+                self.pages.release(slot)
 
     def _new_rows(self, new: Mapping[int, Request], guides: Mapping[int, int]) -> NewRows:
         """Return requests as the admitting program takes them.
@@ -232,17 +248,6 @@ class Slots:
     def slot_of(self, id: Hashable) -> int | None:
         """Return the slot of a request."""
         return next((s for s, row in enumerate(self.rows) if row and row.request.id == id), None)
-
-    def move_from(self, other: Slots, targets: Mapping[int, int]) -> None:
-        """Move rows of other slots to free slots of these.
-
-        Args:
-          targets: the slot here for each slot there.
-        """
-        self.state = self.runtime.insert(self.state, other.state, targets)
-        for source, target in targets.items():
-            self.rows[target], other.rows[source] = other.rows[source], None
-            self._non_finite[target] = other._non_finite[source]
 
     def output_request(self, steps: int) -> OutputRequest:
         """Return the output to request from the next program on this state.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from jaxspec import cache as kv
-from jaxspec.cache import KVCache, KVSegment
+from jaxspec.cache import KVCache, KVSegment, Paging
 from jaxspec.configs.base import TargetConfig
 from jaxspec.models.xla import materialize
 from jaxspec.quantised.kv import KVFormat, KVStorage
@@ -268,12 +268,19 @@ def _first_token(output: TargetOutput) -> TargetOutput:
 
 
 def init_caches(
-    config: TargetConfig, batch: int, *, cache_length: int, slack: int, dtype: DTypeLike
+    config: TargetConfig,
+    batch: int,
+    *,
+    cache_length: int,
+    slack: int,
+    dtype: DTypeLike,
+    paging: Paging | None = None,
 ) -> Caches:
     """Make empty caches for every layer that owns K/V.
 
     Args:
       slack: the most tokens that a verify step writes, the anchor included.
+      paging: as in `cache.init_cache`.
     """
     return tuple(
         kv.init_cache(
@@ -284,6 +291,7 @@ def init_caches(
             window=layer.window,
             slack=slack,
             dtype=dtype,
+            paging=paging,
         )
         if layer.kv_owner == i
         else None
@@ -296,11 +304,13 @@ def keep_rows(
     rows: Int[Array, "B T"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
+    slots: Int[Array, " B"] | None = None,
 ) -> TargetOutput:
     """Move the kept tokens of a tree to the front, as if they were a chain, and write their K/V.
 
     Args:
       rows: the kept tokens, in order. Values behind the first `count` mean nothing.
+      slots: the cache row of each batch row; None: row i has cache row i.
     """
 
     def chosen(x: Array) -> Array:
@@ -310,7 +320,7 @@ def keep_rows(
     caches = tuple(
         None
         if cache is None or segment is None
-        else kv.append_chosen(cache, segment, rows, start, count)
+        else kv.append_chosen(cache, segment, rows, start, count, slots)
         for cache, segment in zip(output.caches, output.fresh, strict=True)
     )
     return TargetOutput(

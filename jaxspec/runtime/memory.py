@@ -19,8 +19,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxspec import row_subset
 from jaxspec import state as states
-from jaxspec.cache import RING_MULTIPLE
+from jaxspec.cache import PAGE, RING_MULTIPLE, Paging
 from jaxspec.runtime.prefill import default_read_ahead
 from jaxspec.state import DecodeSpec
 from jaxspec.weights import memory as weight_memory
@@ -69,6 +70,7 @@ def footprint(
     mesh: Mesh,
     *,
     read_ahead: int = 0,
+    cache_tokens: int | None = None,
     prefix_bytes: int = 0,
     pass_tokens: int = 0,
 ) -> Footprint:
@@ -77,15 +79,22 @@ def footprint(
     Args:
       cache_length: how many positions each cache has room for.
       read_ahead: rows beside these, which have caches and take no part in steps.
+      cache_tokens: for which there are pages; None: each row has all its positions.
       prefix_bytes: of each device, for stored prefixes.
       pass_tokens: of the largest pass over prompts.
     """
     models = [spec.target] if spec.drafter is None else [spec.target, spec.drafter]
+    if cache_tokens is None:
+        data = mesh.shape["data"]
+        caches = -(-(rows + read_ahead) // data) * caches_bytes(spec, data, cache_length, mesh)
+    else:
+        paging = Paging(rows + read_ahead, cache_tokens)
+        caches = caches_bytes(spec, rows + read_ahead, cache_length, mesh, paging)
     logits = LOGITS_HELD * 4 * rows * spec.step_tokens * spec.target.config.vocab_size
     activations = pass_tokens * max(map(bytes_a_token, models))
     return Footprint(
         sum(weight_bytes(model, mesh) for model in models),
-        -(-(rows + read_ahead) // mesh.shape["data"]) * row_bytes(spec, cache_length, mesh),
+        caches,
         logits // mesh.size,
         prefix_bytes,
         max(0, activations - logits) // mesh.size,
@@ -93,11 +102,13 @@ def footprint(
 
 
 @functools.cache
-def row_bytes(spec: DecodeSpec, cache_length: int, mesh: Mesh) -> int:
-    """Return the bytes of a device for the caches of one of its rows, the drafter's too."""
+def caches_bytes(
+    spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh, paging: Paging | None = None
+) -> int:
+    """Return the bytes of a device for the caches of some rows, the drafter's too."""
     dtype = spec.target.cache_dtype
-    options = dict(cache_length=cache_length, num_stop_ids=1, cache_dtype=dtype)
-    rows = mesh.shape["data"]
+    options: dict[str, Any] = dict(cache_length=cache_length, num_stop_ids=1, cache_dtype=dtype)
+    options |= dict(paging=paging)
     state = jax.eval_shape(functools.partial(states.init_state, spec, rows, **options))
     caches = (state.caches, state.drafter)
     shardings = state_shardings(caches, mesh)
@@ -130,8 +141,14 @@ SPARE_TABLES = 3
 a GPU, it times products on copies of their operands. With 5.6 GiB free it found no 2.64 GiB for the head of 31B."""
 
 
+def _spare(spec: DecodeSpec, mesh: Mesh, limit: int) -> float:
+    """Return the bytes that optional caches leave free of a device's limit."""
+    largest_bytes = weight_memory.largest_weight_bytes(spec.target, mesh)
+    return max(SPARE * limit, SPARE_TABLES * largest_bytes)
+
+
 def plan_read_ahead(
-    spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh, **beside: int
+    spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh, **beside: Any
 ) -> int:
     """Return the rows to read ahead of free slots: the default number, or fewer if memory is short.
 
@@ -139,15 +156,45 @@ def plan_read_ahead(
       beside: as in `footprint`.
     """
     read_ahead, limit = default_read_ahead(rows, mesh), weight_memory.bytes_limit(mesh)
+    if not row_subset.addressable(spec, mesh):
+        return 0
     if limit is None:
         return read_ahead
-    spare = max(SPARE * limit, SPARE_TABLES * weight_memory.largest_weight_bytes(spec.target, mesh))
+    spare = _spare(spec, mesh, limit)
     while read_ahead:
         need = footprint(spec, rows, cache_length, mesh, read_ahead=read_ahead, **beside)
         if need.total <= limit - spare:
             break
         read_ahead //= 2
     return read_ahead
+
+
+def plan_cache_tokens(
+    spec: DecodeSpec,
+    rows: int,
+    cache_length: int,
+    mesh: Mesh,
+    *,
+    limit: int | None,
+    read_ahead: int,
+    **beside: int,
+) -> int:
+    """Return the tokens of pages that memory holds: at most for all rows, at least for one.
+
+    Args:
+      limit: bytes of a device; None: not known.
+      beside: as in `footprint`.
+    """
+    most = (rows + read_ahead) * cache_length
+    if limit is None:
+        return most
+
+    def fits(pages: int) -> bool:
+        of = dict(read_ahead=read_ahead, cache_tokens=pages * PAGE)
+        need = footprint(spec, rows, cache_length, mesh, **of, **beside)
+        return need.total <= limit - _spare(spec, mesh, limit)
+
+    return max(cache_length, PAGE * largest(most // PAGE, fits))
 
 
 def check_fits(
@@ -157,45 +204,53 @@ def check_fits(
     mesh: Mesh,
     *,
     read_ahead: int = 0,
+    cache_tokens: int | None = None,
     prefix_bytes: int = 0,
     pass_tokens: int = 0,
 ) -> None:
     """Raise an error if decoding a batch needs more memory than a device has.
 
     Args:
-      read_ahead, prefix_bytes, pass_tokens: as in `footprint`.
+      read_ahead, cache_tokens, prefix_bytes, pass_tokens: as in `footprint`.
 
     Raises:
       DeviceMemoryError: the batch does not fit. The message has the most rows, the longest caches,
-        the most rows read ahead and the most bytes for prefixes that fit, everything else as it is.
+        the most rows read ahead, the most tokens of pages and the most bytes for prefixes that fit,
+        everything else as it is.
     """
     limit = weight_memory.bytes_limit(mesh)
     if limit is None:
         return
-    beside = dict(read_ahead=read_ahead, prefix_bytes=prefix_bytes, pass_tokens=pass_tokens)
+    beside: dict[str, Any] = dict(prefix_bytes=prefix_bytes, pass_tokens=pass_tokens)
+    beside |= dict(read_ahead=read_ahead, cache_tokens=cache_tokens)
     need = footprint(spec, rows, cache_length, mesh, **beside)
     if need.total <= limit:
         return
     data = mesh.shape["data"]
 
-    def fit(rows: int = rows, length: int = cache_length, ahead: int = read_ahead) -> bool:
-        of = footprint(spec, rows, length, mesh, **{**beside, "read_ahead": ahead})
-        return of.total <= limit
+    def fit(rows: int = rows, length: int = cache_length, **other: int) -> bool:
+        return footprint(spec, rows, length, mesh, **(beside | other)).total <= limit
 
     ways = []
+    if cache_tokens is not None:
+        steps = (cache_tokens - cache_length) // PAGE
+        if more := largest(steps, lambda n: fit(cache_tokens=cache_length + n * PAGE)):
+            ways.append(f"cache_tokens={cache_length + more * PAGE} fits")
     if most_rows := data * largest(rows // data, lambda n: fit(rows=n * data)):
         ways.append(f"{most_rows} rows of this length fit")
-    if longest := RING_MULTIPLE * largest(
-        cache_length // RING_MULTIPLE, lambda n: fit(length=n * RING_MULTIPLE)
+    if cache_tokens is None and (
+        longest := RING_MULTIPLE
+        * largest(cache_length // RING_MULTIPLE, lambda n: fit(length=n * RING_MULTIPLE))
     ):
         ways.append(f"{rows} rows of {longest} positions fit")
-    if read_ahead and fit(ahead=0):
-        ways.append(f"read_ahead={largest(read_ahead - 1, lambda n: fit(ahead=n))} fits")
+    if read_ahead and fit(read_ahead=0):
+        ways.append(f"read_ahead={largest(read_ahead - 1, lambda n: fit(read_ahead=n))} fits")
     if prefix_bytes and (left := limit - need.total + prefix_bytes) >= 0:
         ways.append(f"prefix_bytes={left} fits")
     what = f"{rows} rows" + (f", and {read_ahead} that are read ahead," if read_ahead else "")
+    pages = f" in pages for {cache_tokens} tokens" if cache_tokens is not None else ""
     raise DeviceMemoryError(
-        f"{what} with caches of {cache_length} positions need {need}, and {describe_device(mesh)} "
+        f"{what} with caches of {cache_length} positions{pages} need {need}, and {describe_device(mesh)} "
         "has "
         f"{format_gib(limit)} GiB: "
         f"{' or '.join(ways) or 'not one row fits; ' + way_out(spec.target.dtype, mesh)}"

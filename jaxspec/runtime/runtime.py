@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ from jax.typing import ArrayLike
 
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.cache import HostTables, Paging, caches_of
 from jaxspec.drafters.tree import settle_num_draft_tokens
 from jaxspec.options import VALUES, Drafting, FieldError, ProgramFeatures, Sampling
 from jaxspec.runtime.prefill import Shapes, chunks
@@ -41,7 +43,7 @@ from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.weights.trees import flat_params
 
-Phase = Literal["admit", "prefill", "decode", "retire", "clear", "insert"]
+Phase = Literal["admit", "prefill", "decode", "retire", "clear"]
 
 StepResult = tuple[DecodeState, PackedOutput | None]
 """The next state, and the output that was requested."""
@@ -139,23 +141,24 @@ _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
     "decode": decode.decode_loop,
     "retire": states.retire,
     "clear": states.clear,
-    "insert": states.insert,
 }
 
 
 class Runtime:
-    """A fixed number of slots, and the programs that fill, advance and empty them.
+    """A fixed number of rows, and the programs that fill, advance and empty them.
 
     It runs on the mesh that the weights are on. A state is passed in, donated, and returned.
 
     Args:
-      batch_size: slots; a multiple of the mesh's data axis, see `slots_on`.
-      cache_length: positions of a slot, for prompt, new tokens and one step's tokens.
-      read_ahead: rows of a second state, in which prompts are prefilled. 0: slots prefill their
-        own.
+      batch_size: rows of a decode step; a multiple of the mesh's data axis, see `slots_on`.
+      cache_length: positions of a row, for prompt, new tokens and one step's tokens.
+      read_ahead: rows of the state beyond those. Prompts can be prefilled in all rows, and a step
+        computes some of them.
       max_prefill_tokens: prompt tokens that are prefilled before rows decode on. No pass has more,
         see `prefill.full_pass`. None: no bound.
       invariant: whether the shapes of all passes over a row follow from its own prompt alone.
+      paging: the pages of the caches; None: one a row. With it, calls on states take the `tables`
+        of all rows.
       programs: compiled programs to share; None for its own.
     """
 
@@ -170,9 +173,10 @@ class Runtime:
         read_ahead: int = 0,
         max_prefill_tokens: int | None = None,
         invariant: bool = False,
+        paging: Paging | None = None,
         programs: Programs | None = None,
     ):
-        self.spec = spec
+        self.spec, self.paging = spec, paging
         self.mesh = mesh_of(target=target_params, drafter=drafter_params)
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self._target_params: Params = {}
@@ -181,9 +185,13 @@ class Runtime:
         self.batch_size = batch_size
         self.cache_length, self.read_ahead = cache_length, read_ahead
         self.invariant = invariant
-        rows = read_ahead or batch_size
+        self.num_rows = batch_size + read_ahead
         self.shapes = Shapes.of(
-            spec.target, rows, self.mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
+            spec.target,
+            self.num_rows,
+            self.mesh,
+            invariant=invariant,
+            max_prefill_tokens=max_prefill_tokens,
         )
         self.programs = Programs() if programs is None else programs
         self.timings = Timings()
@@ -246,19 +254,26 @@ class Runtime:
         return place_rows(rows, self.mesh)
 
     def init_state(self, num_stop_ids: int, rows: int | None = None) -> DecodeState:
-        """Return a state of empty slots.
+        """Return a state of empty rows.
 
         Args:
-          rows: None for `batch_size`.
+          rows: None for all.
         """
         return self.programs.new_state(
             self.spec,
-            rows or self.batch_size,
+            rows or self.num_rows,
             self.cache_length,
             num_stop_ids,
             self.spec.target.cache_dtype,
             self.mesh,
+            self.paging,
         )
+
+    @functools.cached_property
+    def page_counts(self) -> dict[int, int]:
+        """The pages of caches, `NO_PAGE` included, by the slots of a row; empty without paging."""
+        caches = caches_of(jax.eval_shape(lambda: self.init_state(num_stop_ids=1)))
+        return {c.row_slots: c.k.shape[0] for c in caches if c.row_slots is not None}
 
     def admission(
         self,
@@ -310,7 +325,7 @@ class Runtime:
           known: as `OutputRequest.known`; None: the host has nothing of any slot.
         """
         if known is None:
-            known = np.zeros((self.batch_size, 2), np.int32)
+            known = np.zeros((self.num_rows, 2), np.int32)
         tokens = max(1, steps * (self.spec.depth + 1))
         return OutputRequest(known, OutputSizes(min(tokens, self.cache_length), steps))
 
@@ -334,18 +349,23 @@ class Runtime:
         return state
 
     def bind_prefill(
-        self, state: DecodeState, chunk: PrefillChunk, output: OutputRequest | None = None
+        self,
+        state: DecodeState,
+        chunk: PrefillChunk,
+        output: OutputRequest | None = None,
+        tables: HostTables | None = None,
     ) -> Callable[[DecodeState], StepResult]:
         """Return the call that prefills one chunk in a state like this one.
 
         Args:
           output: the output to return beside the next state; None: none.
+          tables: the pages of all rows, with paging.
         """
         if self.spec.program_features.grammars and chunk.masks is None:
             words = words_of(self.spec.target.config.vocab_size)
             chunk = dataclasses.replace(chunk, masks=np.full((len(chunk.tokens), words), ALL))
         chunk = self.place(chunk)
-        return self._bind("prefill", state, output, chunk)
+        return self._bind("prefill", state, output, chunk, tables=tables)
 
     def decode(
         self,
@@ -373,18 +393,20 @@ class Runtime:
         verify_length: int | None = None,
         guided: bool = False,
         slots: np.ndarray | None = None,
+        tables: HostTables | None = None,
     ) -> Callable[[DecodeState], StepResult]:
         """Return the call that decodes a state like this one; other arguments as in `decode`.
 
         Args:
           output: the output to return beside the next state; None: none.
-          slots: the only slots to compute, see `row_subset.fill`. No other may be active. None:
-            all.
+          slots: the only rows to compute, see `row_subset.fill`. None: the first `batch_size`.
+          tables: as in `bind_prefill`.
         """
-        inputs = (np.int32(max_steps), np.int32(until_active))
-        inputs = self.as_inputs(inputs if slots is None else (*inputs, slots))
+        if slots is None and self.read_ahead:
+            slots = np.arange(self.batch_size, dtype=np.int32)
+        inputs = self.as_inputs((np.int32(max_steps), np.int32(until_active), slots))
         spec = self.spec.verifying(verify_length).asking(guided)
-        return self._bind("decode", state, output, *inputs, spec=spec)
+        return self._bind("decode", state, output, *inputs, tables=tables, spec=spec)
 
     def _bind(
         self,
@@ -392,9 +414,12 @@ class Runtime:
         state: DecodeState,
         output: OutputRequest | None,
         *inputs: Any,
+        tables: HostTables | None,
         spec: DecodeSpec | None = None,
     ) -> Callable[[DecodeState], StepResult]:
         """Return the call of a program with everything but its state."""
+        assert (tables is None) == (self.paging is None)
+        inputs = (*inputs, None, self.as_inputs(tables))  # no automaton
         if output is None:
             without_output = self.program(phase, state, *inputs, spec=spec)
             return lambda state: (without_output(state, *inputs), None)
@@ -406,22 +431,16 @@ class Runtime:
         """End the rows of slots that are finished on the host."""
         return self._run_small("retire", state, self.as_inputs(finished))
 
-    def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
-        """Empty the caches of slots that hold numbers which are not finite."""
-        return self.program("clear", state, rows := self.place(slots))(state, rows)
-
-    def insert(
-        self, state: DecodeState, other: DecodeState, targets: Mapping[int, int]
+    def clear(
+        self, state: DecodeState, slots: np.ndarray, tables: HostTables | None = None
     ) -> DecodeState:
-        """Copy rows of another state into slots.
+        """Empty the caches of slots that hold numbers which are not finite.
 
         Args:
-          targets: the slot for each row there.
+          tables: as in `bind_prefill`.
         """
-        pairs = np.full((len(other.active), 2), -1, np.int32)
-        pairs[: len(targets)] = [*targets.items()] or pairs[:0]
-        inputs = other, self.as_inputs(pairs)
-        return self.program("insert", state, *inputs)(state, *inputs)
+        inputs = self.place(slots), self.as_inputs(tables)
+        return self.program("clear", state, *inputs)(state, *inputs)
 
     @contextlib.contextmanager
     def compiling_in_background(self) -> Iterator[None]:
@@ -465,8 +484,9 @@ class Runtime:
         """
         function, spec = _FUNCTIONS[phase], self.spec if spec is None else spec
         chunk = inputs[0].tokens.shape if isinstance(inputs[0], PrefillChunk) else ()
-        # The slots of a small-batch program.
-        rows = np.shape(inputs[-1 - (sizes is not None)]) if phase == "decode" else ()
+        rows = ()  # the slots of a program for some rows
+        if phase == "decode" and len(inputs) > 2 and inputs[2] is not None:
+            rows = np.shape(inputs[2])
         key = (phase, *chunk, *rows, *state.stop_ids.shape)
         if spec.verify_length is not None:
             key = (*key, f"verifying {spec.verify_length}")

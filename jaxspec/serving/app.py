@@ -140,8 +140,8 @@ class _Routes:
 
     async def metrics(self, request: Request) -> Response:
         engine = self._engine
-        slots = engine.engine.batch_size
-        text = self._metrics.text(engine.num_running, engine.num_waiting, slots)
+        usage = engine.engine.cache_usage
+        text = self._metrics.text(engine.num_running, engine.num_waiting, usage)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:

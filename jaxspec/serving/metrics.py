@@ -68,7 +68,7 @@ class Metrics:
 
         self.running = make(Gauge, "num_requests_running", "Requests that have a slot.")
         self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for a slot.")
-        self.cache_usage = make(Gauge, "kv_cache_usage_perc", "Slots in use, 1 for all.")
+        self.cache_usage = make(Gauge, "kv_cache_usage_perc", "Caches in use, 1 for all.")
         self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens read.")
         self.generation_tokens = make(Counter, "generation_tokens", "New tokens.")
         self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
@@ -163,9 +163,13 @@ class Metrics:
         for outcome, count in outcomes.items():
             self.calls.labels(self._model, outcome).inc(count)
 
-    def text(self, running: int, waiting: int, slots: int) -> bytes:
-        """Return all counts in the text form that Prometheus reads."""
+    def text(self, running: int, waiting: int, cache_usage: float) -> bytes:
+        """Return all counts in the text form that Prometheus reads.
+
+        Args:
+          cache_usage: the share of the caches that requests have.
+        """
         self.running.set(running)
         self.waiting.set(waiting)
-        self.cache_usage.set(running / slots)
+        self.cache_usage.set(cache_usage)
         return generate_latest(self._registry)

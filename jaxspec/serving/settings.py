@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.options import (
+    CACHE_TOKENS_HELP,
     CHOOSE_LENGTH_HELP,
     ChooseLength,
     FieldError,
@@ -81,6 +82,11 @@ class ProgramOptions:
         None,
         "Positions of a slot: prompt, new tokens and one step. Default: 4096, or the model's.",
         range=at_least(1),
+    )
+    cache_tokens: str | None = option(
+        None,
+        CACHE_TOKENS_HELP + " Stored prefixes need whole slots, so there are none with it.",
+        metavar="N|auto",
     )
     steps_per_return: int = option(
         4,

@@ -93,14 +93,14 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
     engine = c.engine("mixed", **ADJUSTED)
     passes: dict[int, list[tuple[int, ...]]] = {}  # by the prompt's first token
 
-    def remember(state, chunk, ask):
+    def remember(state, chunk, ask, tables):
         for row in np.flatnonzero(np.asarray(chunk.count)):
             slot, start, count = (int(x[row]) for x in (chunk.slots, chunk.start, chunk.count))
             if start == 0:
                 in_slot[slot] = int(chunk.tokens[row, 0])
                 passes[in_slot[slot]] = []
             passes[in_slot[slot]].append((*chunk.tokens.shape, start, count))
-        return feeding(state, chunk, ask)
+        return feeding(state, chunk, ask, tables)
 
     in_slot: dict[int, int] = {}
     feeding = engine.runtime.bind_prefill

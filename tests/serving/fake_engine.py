@@ -50,6 +50,10 @@ class FakeEngine:
         assert threading.get_ident() == self.thread
 
     @property
+    def cache_usage(self) -> float:
+        return len(self.running) / self.batch_size
+
+    @property
     def num_running(self) -> int:
         return len(self.running)
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from jaxspec.commands.bench import PROMPT_LENGTH
 from jaxspec.commands.models import DRY_RUN
 from jaxspec.commands.options import UsageError
-from jaxspec.options import CHOOSE_LENGTH_HELP, ChooseLength, Range, at_least, option
+from jaxspec.options import (
+    CACHE_TOKENS_HELP,
+    CHOOSE_LENGTH_HELP,
+    ChooseLength,
+    Range,
+    at_least,
+    option,
+)
 from jaxspec.registry import families, presets
 
 KINDS = tuple(f.name for f in families("drafter") if f.drafter_for)
@@ -89,6 +96,7 @@ class TraceOptions:
         7, "Of the lengths and arrivals that are generated.", range=at_least(0)
     )
     slots: int = option(32, "Requests that are decoded together.", range=at_least(1))
+    cache_tokens: str | None = option(None, CACHE_TOKENS_HELP, metavar="N|auto")
     steps_per_return: int = option(
         16, "Most decode steps between two looks at what came.", range=at_least(1)
     )

@@ -26,7 +26,7 @@ from jaxspec.commands.progress import Notify
 from jaxspec.commands.startup import versions
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
-from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling
+from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling, parse_cache_tokens
 from jaxspec.runtime.runtime import cache_bucket
 
 
@@ -202,6 +202,7 @@ def dry_run(
         )
         engine: dict[str, Any] = dict(
             read_ahead=traced.read_ahead,
+            cache_tokens=parse_cache_tokens(traced.cache_tokens),
             max_prefill_tokens=traced.max_prefill_tokens,
             invariant=traced.invariant,
         )
@@ -234,6 +235,7 @@ def run_trace(
         program_features=pair.spec.program_features,
         batch_size=options.slots,
         cache_length=cache_length,
+        cache_tokens=parse_cache_tokens(options.cache_tokens),
         steps_per_return=options.steps_per_return,
         max_prefill_tokens=options.max_prefill_tokens,
         read_ahead=options.read_ahead,

@@ -30,7 +30,7 @@ from jaxspec.commands.startup import (
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import check_max_cache_length
-from jaxspec.options import Drafting, FieldError, ProgramFeatures
+from jaxspec.options import Drafting, FieldError, ProgramFeatures, parse_cache_tokens
 from jaxspec.runtime.runtime import cache_length_for, make_spec
 from jaxspec.serving import server
 from jaxspec.serving.app import make_app
@@ -150,6 +150,7 @@ def dry_run(
     target, drafter = load_models(models, read_weights=False)
     if has_all_files(models.target):
         grammars_of(target, Tokenizer.load(target.directory), programs, drafting)
+    check_prefixes(programs)
     spec, length = sizes_of(target, drafter, programs, programs.program_features, drafting)
     plan = Plan(
         spec,
@@ -159,7 +160,8 @@ def dry_run(
         read_ahead=None,
         max_prefill_tokens=programs.max_prefill_tokens,
         invariant=programs.invariant,
-        prefix_gib=programs.prefix_gib,
+        cache_tokens=parse_cache_tokens(programs.cache_tokens),
+        prefix_gib=0 if programs.cache_tokens else programs.prefix_gib,
     )
     if programs.prefix_host_gib and not plan.need[1].prefixes:
         raise FieldError("prefix_host_gib", HOLDS_NONE)
@@ -238,6 +240,7 @@ def make_engine(
         drafting=drafting,
         program_features=program_features,
         batch_size=programs.slots,
+        cache_tokens=parse_cache_tokens(programs.cache_tokens),
         num_stop_ids=programs.max_stop_ids,
         steps_per_return=programs.steps_per_return,
         max_prefill_tokens=programs.max_prefill_tokens,
@@ -245,7 +248,10 @@ def make_engine(
         invariant=programs.invariant,
     )
     _, length = sizes_of(target, drafter, programs, program_features, drafting)
+    check_prefixes(programs)
     engine = Engine(target, drafter, cache_length=length, **shared)
+    if programs.cache_tokens:
+        return engine
     shared |= dict(cache_length=length, read_ahead=engine.read_ahead)
     nbytes = prefix_bytes(engine, programs.prefix_gib)
     host_bytes = int(programs.prefix_host_gib * GIB)
@@ -254,6 +260,18 @@ def make_engine(
     if not nbytes:
         return engine
     return Engine(target, drafter, prefix_bytes=nbytes, prefix_host_bytes=host_bytes, **shared)
+
+
+def check_prefixes(programs: ProgramOptions) -> None:
+    """Refuse stored prefixes beside pages, with FieldError."""
+    if programs.cache_tokens and (programs.prefix_gib or programs.prefix_host_gib):
+        raise FieldError(
+            "cache_tokens",
+            lambda format_field: (
+                f"does not go with stored prefixes yet; give {format_field('prefix_gib', 0)}, or "
+                "leave it out"
+            ),
+        )
 
 
 def sizes_of(

@@ -1,0 +1,194 @@
+"""Caches in pages: the tokens and numbers of caches in one piece, whatever pages a row gets."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec import cache
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.pages import PagePool
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import FieldError, Tree
+from tests import tiny
+from tests.cases import case, request, run
+
+CACHE = 120
+SHORT_OF_MEMORY = 200  # tokens of pages: between one and two whole rows
+PAIRS = [(name, drafter) for name in tiny.FEATURE_SETS for drafter in ("dflash", "mtp")]
+PAIRS += [("qwen3-tied", "dflash")]
+QUICK = [("31b", "dflash"), ("e2b", "mtp"), ("26b-a4b", "mtp")]
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PAGE", 8)
+
+
+def engine(pair: tuple[str, str | None], **options: Any) -> Engine:
+    options = dict(choose_length="never", steps_per_return=2, logprobs=True) | options
+    return case(pair[0]).engine(pair[1], cache_length=CACHE, **options)
+
+
+def prompts(count: int, longest: int, seed: int = 0) -> list[Request]:
+    """Return requests of many lengths, some greedy and some sampled."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for i in range(count):
+        new = int(rng.integers(1, 24))
+        ids = rng.integers(20, tiny.VOCAB_SIZE, int(rng.integers(1, longest - new))).tolist()
+        options: dict[str, Any] = dict(logprobs=True, temperature=float(i % 2))
+        requests.append(request(ids, new, seed=i, **options))
+    return requests
+
+
+def assert_equal(one: list[Completion], other: list[Completion]) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.acceptance_lengths == b.acceptance_lengths
+        assert a.finish_reason == b.finish_reason != "error"
+        assert a.sampled_logprobs is not None
+        np.testing.assert_allclose(a.sampled_logprobs, b.sampled_logprobs, atol=1e-4)
+
+
+def assert_no_page_is_lost(engine: Engine) -> None:
+    pages = engine._scheduler.slots.pages
+    assert pages is not None
+    pages.check()
+    engine._scheduler.slots.release()
+    assert pages.usage == 0
+
+
+def check_pair(pair: tuple[str, str], **options: Any) -> None:
+    requests = prompts(8, CACHE - 12)
+    options = dict(batch_size=3, draft_sampling=True) | options
+    whole = run(engine(pair, **options), requests)
+    paged = engine(pair, cache_tokens=SHORT_OF_MEMORY, **options)
+    live: list[float] = []
+    done: dict[Any, Completion] = {}
+    for i, asked in enumerate(requests):
+        paged.add(Request(**{**vars(asked), "id": i, "sample": i}))
+    while not paged.is_idle:
+        done |= {e.id: e for e in paged.step() if isinstance(e, Completion)}
+        live.append(paged.cache_usage)
+    assert_equal(whole, [done[i] for i in range(len(requests))])
+    assert max(live) > 0.5
+    assert_no_page_is_lost(paged)
+
+
+@pytest.mark.parametrize("pair", QUICK)
+def test_pages_give_what_whole_rows_give(pair: tuple[str, str]) -> None:
+    check_pair(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_pages_of_every_pair(pair: tuple[str, str], read_ahead: int) -> None:
+    check_pair(pair, read_ahead=read_ahead)
+
+
+def test_pages_with_a_tree_and_rows_read_ahead() -> None:
+    check_pair(
+        ("31b", "dflash"), read_ahead=2, draft_sampling=False, num_draft_tokens=5, tree=Tree(2, 3)
+    )
+
+
+def test_pages_with_a_plain_target() -> None:
+    requests = prompts(5, 60)
+    whole = run(engine(("31b", None)), requests)
+    paged = engine(("31b", None), cache_tokens=SHORT_OF_MEMORY)
+    assert_equal(whole, run(paged, requests))
+
+
+def test_short_requests_share_memory_that_one_long_row_would_take() -> None:
+    """Six rows of 24 positions fit where rows in one piece are two."""
+    paged = engine(("31b", "mtp"), batch_size=6, cache_tokens=SHORT_OF_MEMORY, logprobs=False)
+    for i in range(6):
+        paged.add(request(range(20 + i, 36 + i), 2, seed=i))
+    paged.step()
+    assert paged.num_running == 6
+    while not paged.is_idle:
+        paged.step()
+
+
+def test_a_long_request_is_not_overtaken() -> None:
+    """It waits for pages, and those behind it wait for it, though they would fit."""
+    paged = engine(("31b", "mtp"), batch_size=3, cache_tokens=CACHE, logprobs=False)
+    order = []
+    for name, length in (("first", 30), ("long", 100), ("short", 4)):
+        paged.add(request(range(20, 20 + length), 4, id=name))
+    while not paged.is_idle:
+        order += [e.id for e in paged.step() if isinstance(e, Completion)]
+    assert order == ["first", "long", "short"]
+    assert_no_page_is_lost(paged)
+
+
+def test_a_row_that_is_not_finite_leaves_nothing_in_its_pages() -> None:
+    """A weight that is NaN ends all rows; with the old weights, other rows get their pages."""
+    requests = [request(range(20, 50), 6, logprobs=True)] * 3
+    paged = engine(("31b", "mtp"), batch_size=2, cache_tokens=SHORT_OF_MEMORY)
+    good = run(paged, requests)
+    params = paged.target_params
+    name = next(n for n in params if n.endswith("final_norm"))
+    for i, asked in enumerate(requests):
+        paged.add(Request(**{**vars(asked), "id": i, "sample": i}))
+    paged.target_params = {**params, name: params[name] * np.nan}
+    events: list[Any] = []
+    while not paged.is_idle:
+        events += paged.step()
+    assert {e.finish_reason for e in events if isinstance(e, Completion)} == {"error"}
+    paged.target_params = params
+    done = {}
+    for i, asked in enumerate(requests):
+        paged.add(Request(**{**vars(asked), "id": i, "sample": i}))
+    while not paged.is_idle:
+        done |= {e.id: e for e in paged.step() if isinstance(e, Completion)}
+    assert_equal(good, [done[i] for i in range(3)])
+
+
+def test_warm_up_compiles_all_programs_of_pages() -> None:
+    paged = engine(
+        ("31b", "mtp"), batch_size=4, cache_tokens=400, read_ahead=2, choose_length="exact"
+    )
+    paged.warm_up()
+    count = paged.num_compilations
+    for i, asked in enumerate(prompts(6, 60)):
+        paged.add(Request(**{**vars(asked), "id": i, "sample": i}))
+    while not paged.is_idle:
+        paged.step()
+    assert paged.num_compilations == count
+    assert_no_page_is_lost(paged)
+
+
+def test_a_pool_never_gives_a_page_twice() -> None:
+    rng = random.Random(0)
+    pool = PagePool(6, {64: 30, 24: 13})
+    held: dict[int, int] = {}
+    for _ in range(2000):
+        row = rng.randrange(6)
+        if row in held:
+            pool.release(row)
+            del held[row]
+        elif pool.num_fitting([positions := rng.randint(1, 64)]):
+            pool.take(row, positions)
+            held[row] = positions
+            assert (pool.tables[64][row] != cache.NO_PAGE).sum() == -(-positions // 8)
+            assert (pool.tables[24][row] != cache.NO_PAGE).sum() == min(-(-positions // 8), 3)
+        pool.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(cache_tokens=CACHE - 1), "one request may need cache_length"),
+        (dict(cache_tokens=0), "cache_tokens"),
+        (dict(cache_tokens=CACHE, prefix_bytes=1 << 30), "prefix_bytes"),
+    ],
+)
+def test_pages_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FieldError, match=message):
+        engine(("31b", "mtp"), **options)
