@@ -59,8 +59,8 @@ class Paging:
 
         Each row may have a last page with one token.
         """
-        most = self.rows * pages_for(row_slots)
-        return 1 + min(most, pages_for(self.tokens) + self.rows)
+        largest = self.rows * pages_for(row_slots)
+        return 1 + min(largest, pages_for(self.tokens) + self.rows)
 
 
 def pages_for(slots: int) -> int:

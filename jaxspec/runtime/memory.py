@@ -185,16 +185,16 @@ def plan_cache_tokens(
       limit: bytes of a device; None: not known.
       beside: as in `footprint`.
     """
-    most = (rows + read_ahead) * cache_length
+    all_tokens = (rows + read_ahead) * cache_length
     if limit is None:
-        return most
+        return all_tokens
 
     def fits(pages: int) -> bool:
         of = dict(read_ahead=read_ahead, cache_tokens=pages * PAGE)
         need = footprint(spec, rows, cache_length, mesh, **of, **beside)
         return need.total <= limit - _spare(spec, mesh, limit)
 
-    return max(cache_length, PAGE * largest(most // PAGE, fits))
+    return max(cache_length, PAGE * largest(all_tokens // PAGE, fits))
 
 
 def check_fits(
