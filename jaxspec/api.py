@@ -30,6 +30,7 @@ from jaxspec.options import Drafting, FieldError, Sampling, as_record, at_least,
 from jaxspec.rollout.batch import check_ids, is_conversation, is_one, is_sequence
 from jaxspec.runtime.prefill import bucket
 from jaxspec.runtime.runtime import Programs
+from jaxspec.text.chat.images import EncodedPrompt, encode_conversation
 from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.tokenizer import (
     TextStream,
@@ -178,6 +179,7 @@ class Pair:
         num_samples: int = 1,
         chat: bool = False,
         chat_options: Mapping[str, Any] | None = None,
+        image_tokens: int | None = None,
         stop_texts: Sequence[str] = (),
         ignore_eos: bool = False,
         grammar: Grammar | None = None,
@@ -191,7 +193,10 @@ class Pair:
 
         Args:
           prompts: text, a conversation, or token ids; or a list of such. A conversation is a list of messages,
-            {"role": ..., "content": ...} each, and goes through the checkpoint's chat template.
+            {"role": ..., "content": ...} each, and goes through the checkpoint's chat template. Content is text, or
+            a list of parts: {"type": "text", "text": ...}, and in a user's message {"type": "image", "image": ...}.
+            An image is a path, a data URL, the bytes of a file, pixels or an image of Pillow's, see
+            `text.images.ImageSource`.
           sampling: what each prompt asks, or a mapping of its fields; the default is greedy.
           drafting: how to draft and to verify drafts.
           seed: 0 to 2**32 - 1. With a completion's place in the list it names that completion's random draws.
@@ -199,6 +204,7 @@ class Pair:
             `Sampler` reads it once for all.
           chat: a text is a user's turn, and goes through the chat template.
           chat_options: for the template, such as {"enable_thinking": True}.
+          image_tokens: the most tokens of each image: 70, 140, 280, 560 or 1120. None: the checkpoint's own number.
           stop_texts: end before the first of these.
           ignore_eos: go on past the checkpoint's end-of-sequence ids.
           grammar: what each completion may be, such as `pair.grammar_tokens.compile("regex", "[0-9]+")`.
@@ -222,12 +228,16 @@ class Pair:
         all_prompts: Sequence[Any] = [prompts] if alone else list(prompts)
         names = ["the prompt"] if alone else [f"prompt {i}" for i in range(len(all_prompts))]
         encoded = [
-            self._encode(name, prompt, chat, chat_options)
+            self._encode(name, prompt, chat, chat_options, image_tokens)
             for name, prompt in zip(names, all_prompts, strict=True)
         ]
         sampling = _with_values(sampling, sampling_values, self.generate)
         options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos, grammar)
-        requests = [Request(ids, **options) for _, ids in encoded for _ in range(num_samples)]
+        requests = [
+            Request(one.ids, images=one.images, **options)
+            for one in encoded
+            for _ in range(num_samples)
+        ]
         engine = Engine.fitting(
             self.target,
             self.drafter,
@@ -271,6 +281,7 @@ class Pair:
         seed: int = 0,
         chat: bool = False,
         chat_options: Mapping[str, Any] | None = None,
+        image_tokens: int | None = None,
         stop_texts: Sequence[str] = (),
         ignore_eos: bool = False,
         grammar: Grammar | None = None,
@@ -287,9 +298,9 @@ class Pair:
         if not is_one(prompt):
             raise ValueError("stream takes one prompt; generate takes several")
         sampling = _with_values(sampling, sampling_values, self.stream)
-        encoded = self._encode("the prompt", prompt, chat, chat_options)
+        encoded = self._encode("the prompt", prompt, chat, chat_options, image_tokens)
         options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos, grammar)
-        request = Request(encoded[1], **options)
+        request = Request(encoded.ids, images=encoded.images, **options)
         engine = Engine.fitting(
             self.target,
             self.drafter,
@@ -322,13 +333,14 @@ class Pair:
         *,
         chat: bool = False,
         chat_options: Mapping[str, Any] | None = None,
+        image_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """Return the ids of a text or a conversation, as `generate` reads it.
 
         Raises:
           TokenizerError: it is empty, or there is no tokenizer or chat template.
         """
-        return self._encode("the prompt", prompt, chat, chat_options)[1]
+        return self._encode("the prompt", prompt, chat, chat_options, image_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""
@@ -352,17 +364,23 @@ class Pair:
         prompt: Any,
         chat: bool,
         chat_options: Mapping[str, Any] | None,
-    ) -> tuple[str | None, tuple[int, ...]]:
-        """Return a prompt's text, as the model reads it, and its ids."""
+        image_tokens: int | None,
+    ) -> EncodedPrompt:
+        """Return a prompt as the model reads it."""
         if isinstance(prompt, str):
             refuse_empty(name, prompt)
         if isinstance(prompt, str) and not chat:
-            return prompt, self.tokenizer.encode(prompt)
+            return EncodedPrompt(prompt, self.tokenizer.encode(prompt))
         if isinstance(prompt, str):
             prompt = ({"role": "user", "content": prompt},)
         if is_conversation(prompt):
-            text = self.tokenizer.render_chat(prompt, **(chat_options or {}))
-            return text, self.tokenizer.encode_rendered(text)
+            return encode_conversation(
+                self.tokenizer,
+                prompt,
+                self.target.vision and self.target.vision.config,
+                image_tokens=image_tokens,
+                **(chat_options or {}),
+            )
         if not is_sequence(prompt):
             raise ValueError(
                 f"{name} is {prompt!r}; expected text, a list of messages, or a list of token ids"
@@ -372,8 +390,8 @@ class Pair:
             raise FieldError("chat", f"is for text, and {name} is token ids; leave it out")
         ids = tuple(int(i) for i in prompt)
         with contextlib.suppress(TokenizerError):  # ids need none, but are shown as text
-            return self.tokenizer.decode(ids), ids
-        return None, ids
+            return EncodedPrompt(self.tokenizer.decode(ids), ids)
+        return EncodedPrompt(None, ids)
 
     def _options(
         self,
@@ -399,7 +417,7 @@ class Pair:
 
     def _generation(
         self,
-        encoded: tuple[str | None, tuple[int, ...]],
+        encoded: EncodedPrompt,
         done: Completion,
         stop_texts: Sequence[str],
     ) -> Generation:
@@ -407,7 +425,8 @@ class Pair:
         with contextlib.suppress(TokenizerError):
             text = completed_text(self.tokenizer, done.token_ids, stop_texts)
         return Generation(
-            *encoded,
+            encoded.text,
+            encoded.ids,
             text,
             done.token_ids,
             done.finish_reason,
@@ -465,6 +484,7 @@ def load(
     token: str | None = None,
     offline: bool = False,
     mesh: Mesh | None = None,
+    vision: bool = True,
     read_weights: bool = True,
 ) -> Pair:
     """Load a target and a drafter onto the default device, or a mesh.
@@ -482,6 +502,7 @@ def load(
       kv_dtype: "bfloat16", "float32" or "fp8" for the target's keys and values; None for `dtype`.
       revision, drafter_revision: of hub ids. `token` is for the hub; `offline` uses its cache alone.
       mesh: devices to split both over, from `sharding.make_mesh`; decoding then runs there.
+      vision: whether to load the target's vision part, if it has one. Without it prompts are text.
       read_weights: False for shapes in place of weights, to count memory; such a pair cannot decode.
         Of a hub id only the config files are fetched then.
 
@@ -513,7 +534,7 @@ def load(
             check_borrows(loaded_drafter.model_def, quantize_draft_head)
             check_differs(quantize_draft_head, quantize_head)
     hub |= dict(quantize=quantize, quantize_head=quantize_head, kv_dtype=kv_dtype)
-    hub["drafter"] = loaded_drafter
+    hub |= dict(drafter=loaded_drafter, vision=vision)
     loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)
     if loaded_drafter is not None and quantize_draft_head is not None:
         loaded_drafter = with_draft_head(loaded_drafter, loaded, quantize_draft_head)

@@ -266,6 +266,7 @@ def segments_of_pass(
     slots: Int[Array, " b"] | None = None,
     *,
     lent: bool = False,
+    seen_by: Bool[Array, "b T T"] | None = None,
 ) -> tuple[KVSegment, ...]:
     """Return the segments that the queries of a pass attend to. `keep_pass` comes after that.
 
@@ -277,12 +278,13 @@ def segments_of_pass(
       v: values, as `k`.
       lent: whether other layers read the segments too. An old ring is overwritten before they do,
         so they get a copy of the rows in `slots`.
+      seen_by: as in `pass_segment`, if `into` is None.
     """
     if into is not None:
         return (view(cache.replace(k=k, v=v), start + count, slots),)
     positions = start[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, :]
     before = view(cache, start, slots)
-    return gathered(before) if lent else before, pass_segment(k, v, positions, count)
+    return gathered(before) if lent else before, pass_segment(k, v, positions, count, seen_by)
 
 
 def keep_pass(

@@ -71,6 +71,7 @@ def prefill(
         feature_layers=() if drafter is None else drafter.feature_layers,
         logit_rows=jnp.maximum(chunk.count - 1, 0)[:, None],
         only_logit_rows=drafter is None or drafter.reads_last_hidden_only,
+        images=chunk.images,
     )
     state = dataclasses.replace(state, caches=output.caches)
     if drafter is not None:

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from jaxspec.cache import KVCache, Paging, Tables, clear_rows, with_tables
 from jaxspec.drafters.base import AnyDrafter, Draft
-from jaxspec.models.target import Caches, Target, init_caches
+from jaxspec.models.target import Caches, ImageTokens, Target, init_caches
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Tree, whole
 from jaxspec.sampling import (
     NO_TOKEN,
@@ -60,6 +60,7 @@ class DecodeSpec:
         depend on it.
       guided: whether each step asks the host for the tokens that grammars allow. If not, no active
         row may have a grammar on the host. The shapes of a state do not depend on it either.
+      vision: the target's vision part; None: prompts have no images.
     """
 
     target: ModelDef
@@ -69,6 +70,7 @@ class DecodeSpec:
     program_features: ProgramFeatures = ProgramFeatures()
     verify_length: int | None = None
     guided: bool = False
+    vision: ModelDef | None = None
 
     def __post_init__(self) -> None:
         """Refuse options that the models cannot serve.
@@ -279,6 +281,7 @@ class PrefillChunk(struct.PyTreeNode):
     count: Int[Array, " b"]
     is_last: Bool[Array, " b"]  # the prompt ends in this chunk
     masks: UInt32[Array, "b words"] | None = None  # of the first token, with guides
+    images: ImageTokens | None = None
 
 
 class Admission(struct.PyTreeNode):

@@ -103,6 +103,10 @@ class ModelOptions:
         "output. For DFlash drafters, which borrow the head.",
         metavar="FORMAT",
     )
+    text_only: bool = option(
+        False,
+        "Leave out the target's vision part, if it has one: less memory, and no images in prompts.",
+    )
     mesh: str | None = option(
         None,
         "Split rows over so many devices, and models over so many. Default: one device.",

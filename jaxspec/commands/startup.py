@@ -161,20 +161,24 @@ def mesh_for(models: ModelOptions) -> Mesh | None:
         raise UsageError(f"--{error}") from None
 
 
-NOT_LOADED = ("mesh", "distributed", "compilation_cache")
+NOT_LOADED = ("mesh", "distributed", "compilation_cache", "text_only")
 """The options of models that `jaxspec.load` does not take as they are."""
 
 
 def load_models(
-    models: ModelOptions, *, read_weights: bool = True
+    models: ModelOptions, *, read_weights: bool = True, vision: bool = False
 ) -> tuple[LoadedModel, LoadedModel | None]:
     """Load target and drafter, onto a mesh if the options have one; see `jaxspec.load`.
+
+    Args:
+      vision: whether prompts may have images, unless the options say text only.
 
     Raises:
       CheckpointError, ConfigError: one of them is incomplete or wrong.
     """
     options = {name: value for name, value in vars(models).items() if name not in NOT_LOADED}
-    target, drafter = load(**options, mesh=mesh_for(models), read_weights=read_weights)
+    options |= dict(read_weights=read_weights, vision=vision and not models.text_only)
+    target, drafter = load(**options, mesh=mesh_for(models))
     return target, drafter
 
 

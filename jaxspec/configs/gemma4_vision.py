@@ -37,6 +37,10 @@ from jaxspec.options import Range, shown, whole
 IMAGE_TOKENS = (70, 140, 280, 560, 1120)
 """The most tokens that an image may become: one of these."""
 
+QUERY_BLOCK = 512
+"""The most queries whose scores are in memory together: 1,120 tokens have 10,080 patches, whose
+scores would be 6.5 GB a layer."""
+
 BUDGETS = Range(
     f"one of {', '.join(map(str, IMAGE_TOKENS))}",
     lambda x: x in IMAGE_TOKENS,
@@ -103,6 +107,14 @@ class Gemma4VisionConfig:
     def pixels_a_token(self) -> int:
         """The side in pixels of the square that becomes one token."""
         return self.patch_size * self.pool_size
+
+    @property
+    def activation_bytes(self) -> int:
+        """An estimate of the bytes of activations for the largest image, in float32."""
+        patches = IMAGE_TOKENS[-1] * self.pool_size**2
+        products = 2 * self.intermediate_size + 3 * self.patch_size**2 + self.hidden_size
+        scores = QUERY_BLOCK * self.num_heads
+        return 4 * patches * (products + scores)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig | None:

@@ -221,6 +221,7 @@ class Engine:
             invariant=invariant,
             paging=None if cache_tokens is None else Paging(slots + read_ahead, cache_tokens),
             programs=programs,
+            vision_params=target.vision.params if target.vision else None,
         )
         self.draft_length = DraftLengthController(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
@@ -407,6 +408,7 @@ class Engine:
         values = {f.name: getattr(request, f.name) for f in dataclasses.fields(Request)}
         if not isinstance(request.prompt_ids, tuple):  # the caller may change it later
             values["prompt_ids"] = tuple(map(int, request.prompt_ids))
+        values["images"] = tuple(request.images)
         return CheckedRequest(**values, limits=limits)
 
     def add(self, request: Request) -> Hashable:

@@ -9,9 +9,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
+from jaxspec.configs.gemma4_vision import IMAGE_TOKENS, Gemma4VisionConfig
 from jaxspec.options import SEEDS, FieldError, Sampling, at_least, is_a, shown, whole
 from jaxspec.runtime.runtime import cache_length_for
 from jaxspec.state import DecodeSpec
+from jaxspec.text.images import ImagePatches
 
 if TYPE_CHECKING:
     from jaxspec.text.grammars import Grammar
@@ -54,6 +58,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or hasattr(value, "tokens"),
         "what GrammarTokens.compile returns, or None",
     ),
+    "images": (
+        lambda value: _is_list(value) and all(isinstance(x, ImagePatches) for x in value),
+        "a list of what jaxspec.text.images.patches_of returns, or ()",
+    ),
 }
 """Tests of the fields of a request that are no numbers, and what they must be in words."""
 
@@ -82,6 +90,8 @@ class Request:
         order.
       grammar: the form of the reply, from `GrammarTokens.compile`. One of the grammar's stop ids
         ends the reply, or one of `stop_ids`.
+      images: in the order of their tokens. In `prompt_ids` stand as many placeholders for each as
+        it has tokens.
 
     Raises:
       FieldError: a field is of another kind than these. The engine checks the values.
@@ -97,6 +107,7 @@ class Request:
     stop_at: Callable[[Sequence[int]], int | None] | None = None
     priority: int = 0
     grammar: Grammar | None = None
+    images: tuple[ImagePatches, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _KINDS:
@@ -107,6 +118,13 @@ class Request:
     def num_stop_ids(self) -> int:
         """Number of its different stop ids."""
         return len(self.all_stop_ids)
+
+    def image_spans(self, placeholder: int) -> list[tuple[int, int]]:
+        """Return the begin and the end of the tokens of each image, which `check_request` accepted."""
+        places = np.flatnonzero(np.asarray(self.prompt_ids) == placeholder)
+        starts = np.cumsum([0, *(image.num_tokens for image in self.images)])[:-1]
+        begins = places[starts].tolist()
+        return [(b, b + x.num_tokens) for b, x in zip(begins, self.images, strict=True)]
 
     @property
     def all_stop_ids(self) -> set[int]:
@@ -308,6 +326,42 @@ def check_request(limits: RequestLimits, request: Request) -> FieldError | None:
     return None
 
 
+def images_refusal(vision: Gemma4VisionConfig | None, request: Request) -> str | None:
+    """Return why a target cannot read the images of a request, or None if it can.
+
+    Args:
+      vision: the config of its vision part, if it has one.
+    """
+    if vision is None:
+        return (
+            "were given, and the target reads text alone: its checkpoint has no vision part, or it "
+            "was loaded without one (text only)"
+        )
+    for number, image in enumerate(request.images, 1):
+        count, width = image.num_tokens, 3 * vision.patch_size**2
+        shapes = (count * vision.pool_size**2, width), (count * vision.pool_size**2, 2)
+        if (image.pixels.shape, image.positions.shape) != shapes:
+            return (
+                f"have patches {image.pixels.shape} and positions {image.positions.shape} in image "
+                f"{number} of {count} tokens; this target reads {shapes[0]} and {shapes[1]}: make "
+                "them with its config"
+            )
+        if not 0 < count <= IMAGE_TOKENS[-1]:
+            return f"have {count} tokens in image {number}; expected 1 to {IMAGE_TOKENS[-1]}"
+    places = np.flatnonzero(np.asarray(request.prompt_ids) == vision.image_token_id)
+    total = sum(image.num_tokens for image in request.images)
+    if len(places) != total:
+        return (
+            f"have {total} tokens, and the prompt has {len(places)} placeholders "
+            f"({vision.image_token_id}) for them; expected as many"
+        )
+    spans = request.image_spans(vision.image_token_id)
+    for number, (begin, end) in enumerate(spans, 1):
+        if any(request.prompt_ids[i] != vision.image_token_id for i in range(begin, end)):
+            return f"have other tokens of the prompt between those of image {number}"
+    return None
+
+
 def check_for_spec(spec: DecodeSpec, request: Request) -> FieldError | None:
     """Return why no program of this spec can decode a request, or None if some can."""
     config, sampling = spec.target.config, request.sampling
@@ -333,6 +387,9 @@ def check_for_spec(spec: DecodeSpec, request: Request) -> FieldError | None:
             return FieldError(
                 "logit_bias", f"{token} is outside the vocabulary; expected 0 to {size - 1}"
             )
+    vision = None if spec.vision is None else spec.vision.config
+    if request.images and (wrong := images_refusal(vision, request)):
+        return FieldError("images", wrong)
     grammar = request.grammar
     if error := spec.program_features.refusal(
         sampling, owner="engine", grammar=grammar is not None

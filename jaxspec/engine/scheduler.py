@@ -54,7 +54,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.slots = Slots(runtime, num_stop_ids)
         self.running: list[int] = []
-        self._planner = PrefillPlanner(runtime.shapes)
+        vision = runtime.vision_config
+        two_way = vision is not None and vision.two_way
+        self._planner = PrefillPlanner(runtime.shapes, two_way=two_way)
         self._prefixes = prefixes and PrefixPlanner(
             prefixes, self._planner, invariant=runtime.invariant
         )
@@ -98,6 +100,8 @@ class Scheduler:
         tables = slots.tables
         of_prefill, of_decode = slots.output_request(0), slots.output_request(max_steps)
         chunks = [make_chunk({}, rows, width, slots.count) for rows, width in runtime.shapes.all()]
+        if runtime.vision_params is not None:
+            chunks += runtime.warm_up_vision(chunks, slots.count)
         small_batches = row_subset.counts(
             runtime.spec, runtime.batch_size, runtime.mesh, invariant=runtime.invariant
         )
@@ -167,7 +171,9 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.begin(self.slots, new)
         else:
-            self._planner.add({slot: request.prompt_ids for slot, request in new.items()})
+            for slot, request in new.items():
+                images = self.slots.images_of(request)
+                self._planner.add({slot: request.prompt_ids}, images=images)
 
     def _num_fitting(self, count: int) -> int:
         """Return how many of the first waiting requests get slots, `count` at most.

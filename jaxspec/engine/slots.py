@@ -6,6 +6,7 @@ Read `Slots.launch` and `Slots.collect`. The scheduler decides when to prefill a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,6 +29,7 @@ from jaxspec.engine.request import (
     num_kept_tokens,
     num_positions,
 )
+from jaxspec.runtime.prefill import PromptImage
 from jaxspec.runtime.runtime import NewRows, Runtime, StepResult
 from jaxspec.runtime.step_output import OutputRequest, OutputSizes, StepOutput
 from jaxspec.sampling import Logprobs
@@ -177,6 +179,18 @@ class Slots:
                 count = int(output.num_steps[slot]) - len(row.acceptance_lengths)
                 lengths.append(np.asarray(output.acceptance_lengths[slot, :count]))
         return lengths
+
+    def images_of(self, request: Request) -> list[PromptImage]:
+        """Return the images of a request for `PrefillPlanner.add`."""
+        if not request.images:
+            return []
+        config = self.runtime.vision_config
+        assert config is not None
+        spans = request.image_spans(config.image_token_id)
+        return [
+            PromptImage(*span, functools.partial(self.runtime.embed, image))
+            for span, image in zip(spans, request.images, strict=True)
+        ]
 
     def admit(self, new: Mapping[int, Request]) -> None:
         """Give free slots to requests, after `release`. Their prompts are prefilled later."""

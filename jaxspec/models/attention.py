@@ -109,10 +109,12 @@ class Attention(nnx.Module):
           shared: the K/V of another layer's queries, for a layer without keys of its own.
         """
         _, groups, head_dim, _ = self.out.shape
+        # In a pass that may see later tokens, those that are older come from the cache alone.
+        seen_by = None if self.window is None else where.seen_by
         # A tree's keys and values wait until it is known which tokens stay (`target.keep_rows`).
         to_write = cache if where.ancestors is None else None
         into = None
-        if to_write is not None:
+        if to_write is not None and seen_by is None:
             into = kv.early_destination(to_write, x.shape[1], *where.written)
         q, k, v = project_qkv(
             x,
@@ -134,11 +136,12 @@ class Attention(nnx.Module):
             segments = shared
         elif to_write is not None:
             written = to_write, into, k, v, *where.written
-            segments = kv.segments_of_pass(*written, lent=self.lends_kv)
+            segments = kv.segments_of_pass(*written, lent=self.lends_kv, seen_by=seen_by)
         else:
             if self.stored is not None and cache is None:
                 k, v = self.stored.rounded(k), self.stored.rounded(v)
-            segments = (kv.pass_segment(k, v, where.positions, where.count, where.ancestors),)
+            visible = seen_by if where.ancestors is None else where.ancestors
+            segments = (kv.pass_segment(k, v, where.positions, where.count, visible),)
             if cache is not None:
                 segments = (kv.view(cache, where.start, where.slots), *segments)
         assert q is not None
@@ -148,6 +151,7 @@ class Attention(nnx.Module):
             segments,
             scale=self.score_scale,
             window=self.window,
+            causal=seen_by is None,
             stored=self.stored,
         )
         if to_write is not None and k is not None and v is not None:

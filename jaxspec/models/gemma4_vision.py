@@ -17,16 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
+from jaxspec.configs.gemma4_vision import QUERY_BLOCK, Gemma4VisionConfig
 from jaxspec.models.layers import gelu_tanh, project, rms_norm, rope_frequencies
 from jaxspec.models.xla import traced_once
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.weights.model_def import param
 from pallas_kernels.common.reference_ops import contract, rotate
-
-QUERY_BLOCK = 512
-"""The most queries whose scores are in memory together: 1,120 tokens have 10,080 patches, whose
-scores would be 6.5 GB a layer."""
 
 
 class Gemma4Vision(nnx.Module):

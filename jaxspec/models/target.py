@@ -38,6 +38,8 @@ class Placement(struct.PyTreeNode):
         texts in one row. None for a chain.
       real: which tokens are no padding, row by row; experts do no work for the others. None: all.
       wanted: the tokens of each row whose hidden states are wanted; None: all. See `only_wanted`.
+      seen_by: the tokens of the pass that each of its tokens sees in layers with a window; None: all
+        before it. In such a pass later tokens may be seen, see `ImageTokens`.
       remat: whether a backward pass computes each layer again instead of keeping its activations.
     """
 
@@ -48,6 +50,7 @@ class Placement(struct.PyTreeNode):
     ancestors: Bool[Array, "B T T"] | None = None
     real: Bool[Array, " rows"] | None = None
     wanted: Int[Array, "B R"] | None = None
+    seen_by: Bool[Array, "B T T"] | None = None
     remat: bool = struct.field(pytree_node=False, default=False)
 
     @property
@@ -71,6 +74,38 @@ class Placement(struct.PyTreeNode):
         assert self.wanted is not None
         positions = jnp.take_along_axis(self.positions, self.wanted, axis=1)
         return self.replace(positions=positions, real=None, wanted=None)
+
+
+class ImageTokens(struct.PyTreeNode):
+    """The tokens of images among the tokens of one pass.
+
+    Attributes:
+      embeddings: of these tokens, by the vision part. Those of other tokens mean nothing.
+      numbers: the number of each token's image, from 1 on; 0 where there is none.
+      two_way: whether the tokens of an image see each other in layers with a window. Each image
+        must then be in one pass.
+    """
+
+    embeddings: Float[Array, "B T D"]
+    numbers: Int[Array, "B T"]
+    two_way: bool = struct.field(pytree_node=False, default=False)
+
+    def ids_of(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Return tokens with 0 in place of those of images, which is what the model looks up."""
+        return jnp.where(self.numbers > 0, 0, tokens)
+
+    def put(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Put the embeddings of images in the places of those that were looked up."""
+        return jnp.where(self.numbers[..., None] > 0, self.embeddings.astype(x.dtype), x)
+
+    @property
+    def seen_by(self) -> Bool[Array, "B T T"] | None:
+        """See `Placement.seen_by`."""
+        if not self.two_way:
+            return None
+        query, key = self.numbers[:, :, None], self.numbers[:, None, :]
+        causal = jnp.tri(self.numbers.shape[1], dtype=bool)
+        return causal | ((query == key) & (query > 0))
 
 
 class TargetOutput(struct.PyTreeNode):
@@ -174,6 +209,7 @@ class Target(nnx.Module):
         logit_rows: Int[Array, "B R"] | None = None,
         only_logit_rows: bool = False,
         ancestors: Bool[Array, "B T T"] | None = None,
+        images: ImageTokens | None = None,
     ) -> TargetOutput:
         """Run tokens at positions start .. start + count - 1 of each row, or a tree from `start`.
 
@@ -188,10 +224,13 @@ class Target(nnx.Module):
           ancestors: for a tree; [b, i, j] is whether j is i itself or on i's way up to the root. A
             token stands as many positions past `start` as it has ancestors. The caches are read but
             not written. `keep_rows` writes them after acceptance.
+          images: the tokens that are of images; None: none is.
         """
-        run = functools.partial(self._run, feature_layers=feature_layers)
+        run = functools.partial(self._run, feature_layers=feature_layers, images=images)
         where = placement_of(tokens, start, count, slots=slots, ancestors=ancestors)
-        if only_logit_rows and tokens.shape[1] > 1:
+        if images is not None:
+            tokens, where = images.ids_of(tokens), where.replace(seen_by=images.seen_by)
+        if only_logit_rows and tokens.shape[1] > 1 and where.seen_by is None:
             where = where.replace(wanted=logit_rows)
         return repeat_if_single(
             run,
@@ -199,7 +238,7 @@ class Target(nnx.Module):
             where,
             caches,
             logit_rows,
-            single=tokens.size == 1 and ancestors is None,
+            single=tokens.size == 1 and ancestors is None and images is None,
             repeat=_repeat_token,
             first=_first_token,
         )
@@ -212,8 +251,10 @@ class Target(nnx.Module):
         logit_rows: Int[Array, "B R"] | None,
         *,
         feature_layers: tuple[int, ...],
+        images: ImageTokens | None,
     ) -> TargetOutput:
-        done = self.run_layers(tokens, self.embed(tokens), where, caches, feature_layers)
+        x = self.embed(tokens) if images is None else images.put(self.embed(tokens))
+        done = self.run_layers(tokens, x, where, caches, feature_layers)
         with jax.named_scope("head"):
             rows = done.hidden
             if logit_rows is not None and where.wanted is None:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jaxspec.models.target import ImageTokens
 from jaxspec.options import FieldError, Sampling, as_record, shown
 from jaxspec.rollout.batch import (
     Prompts,
@@ -168,7 +169,25 @@ def _prompts(plan: RolloutPlan, prompts: Any) -> Prompts:
                 f"have ids {ids[bad][:5].tolist()} outside the vocabulary; expected 0 to "
                 f"{size - 1}",
             )
+    if prompts.images is not None:
+        _check_images(plan, prompts, prompts.images)
     return dataclasses.replace(prompts, tokens=_int32(tokens), lengths=_int32(lengths))
+
+
+def _check_images(plan: RolloutPlan, prompts: Prompts, images: ImageTokens) -> None:
+    """Refuse images of other shapes than the prompts, and a prompt that ends with one."""
+    shape = *np.shape(prompts.tokens), plan.spec.target.config.hidden_size
+    shapes = np.shape(images.embeddings), np.shape(images.numbers)
+    if shapes != (shape, shape[:2]):
+        raise FieldError(
+            "prompts",
+            f"have images with embeddings of shape {shapes[0]} and numbers of shape {shapes[1]}; "
+            f"expected {shape} and {shape[:2]}",
+        )
+    if not is_traced((images.numbers, prompts.lengths)):
+        last = np.asarray(prompts.lengths)[:, None] - 1
+        if np.take_along_axis(np.asarray(images.numbers), last, axis=1).any():
+            raise FieldError("prompts", "end with an image; its end token has to follow")
 
 
 def _check_positions(plan: RolloutPlan, prompts: Prompts, limits: Any) -> None:

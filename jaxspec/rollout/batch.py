@@ -14,12 +14,15 @@ from flax import struct
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jaxspec.models.target import ImageTokens
 from jaxspec.options import BIAS, PENALTIES, RANGES, VALUES, FieldError, Sampling, near_names
 from jaxspec.runtime.prefill import SMALLEST_PREFILL, bucket
-from jaxspec.runtime.runtime import cache_bucket
+from jaxspec.runtime.runtime import cache_bucket, embedded
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.state import DecodeSpec
+from jaxspec.text.images import ImagePatches
+from jaxspec.weights.loading import LoadedModel
 
 
 def check_ids(name: str, ids: Sequence[Any] | np.ndarray | Array) -> None:
@@ -99,11 +102,13 @@ class Prompts(struct.PyTreeNode):
 
     Attributes:
       past: of rows that are continued, see `after`. They have a row for each sample.
+      images: the tokens that are of images, see `with_images`; None: none is.
     """
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, " B"]  # 1 to T
     past: Past | None = None
+    images: ImageTokens | None = None
 
     @classmethod
     def padded(cls, prompts: Sequence[Sequence[int]]) -> Prompts:
@@ -113,6 +118,40 @@ class Prompts(struct.PyTreeNode):
           ValueError: there is no prompt, or one is empty or has an id that is not a whole number.
         """
         return jax.tree.map(jnp.asarray, padded_on_host(prompts))
+
+    def with_images(self, images: Sequence[Sequence[ImagePatches]], vision: LoadedModel) -> Prompts:
+        """Return them with images, which the vision part of the target embeds.
+
+        Args:
+          images: of each prompt, in the order of their placeholders.
+          vision: `target.vision`.
+
+        Raises:
+          ValueError: a prompt has other placeholders than its images have tokens.
+        """
+        tokens, config = np.asarray(self.tokens), vision.config
+        if len(images) != len(tokens):
+            raise FieldError("images", f"has {len(images)} rows; expected {len(tokens)}")
+        numbers = np.zeros(tokens.shape, np.int32)
+        embeddings: Any = np.zeros((*tokens.shape, config.text_hidden_size), vision.model_def.dtype)
+        for row, (of_prompt, length) in enumerate(zip(images, self.lengths, strict=True)):
+            is_image = tokens[row] == config.image_token_id
+            is_image &= np.arange(tokens.shape[1]) < length
+            places = np.flatnonzero(is_image) if of_prompt else ()
+            counts = [image.num_tokens for image in of_prompt]
+            if len(places) != sum(counts):
+                raise FieldError(
+                    "images",
+                    f"of prompt {row} have {sum(counts)} tokens, and it has {len(places)} "
+                    "placeholders for them; expected as many",
+                )
+            for number, image in enumerate(of_prompt, 1):
+                end = sum(counts[:number])
+                here = places[end - image.num_tokens : end]
+                numbers[row, here] = number
+                embeddings[row, here] = embedded(vision.model_def, vision.params, image)
+        tokens_of = ImageTokens(jnp.asarray(embeddings), jnp.asarray(numbers), config.two_way)
+        return dataclasses.replace(self, images=tokens_of)
 
     def take(self, rows: ArrayLike | Sequence[int]) -> Prompts:
         """Return some of the prompts, as wide as before: batches of one width share a program.
@@ -175,12 +214,12 @@ class Prompts(struct.PyTreeNode):
 
         def of(x: Any) -> Any:
             more = max(0, width - x.shape[1])
-            return xnp.pad(x[:, :width], ((0, 0), (0, more)))
+            return xnp.pad(x[:, :width], ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
 
-        past = self.past
+        past, images = self.past, jax.tree.map(of, self.images)
         if past is not None:
             past = dataclasses.replace(past, generated=of(past.generated))
-        return dataclasses.replace(self, tokens=of(self.tokens), past=past)
+        return dataclasses.replace(self, tokens=of(self.tokens), past=past, images=images)
 
 
 def width_bucket(length: int) -> int:
@@ -242,7 +281,8 @@ def _after(xnp: Any, prompts: Prompts, result: GenerateResult, appended: Prompts
         generated=generated,
         finished=xnp.where(is_over, reasons, xnp.zeros_like(reasons)),
     )
-    return Prompts(tokens, begin, past)
+    images = jax.tree.map(lambda x: x[index], prompts.images)
+    return Prompts(tokens, begin, past, images).widened(width, xnp)
 
 
 class GenerateResult(struct.PyTreeNode):

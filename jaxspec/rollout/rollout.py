@@ -148,7 +148,8 @@ def prefill_heads(
     prompts = inputs.prompts
     empty = empty_state(plan, mesh, target_params, drafter_params, inputs, len(prompts.tokens))
     tokens, head = prompts.tokens[:, :-1], prompts.lengths - 1
-    return prefill_prompts(plan.spec, target_params, drafter_params, empty, tokens, head)
+    images = jax.tree.map(lambda x: x[:, :-1], prompts.images)
+    return prefill_prompts(plan.spec, target_params, drafter_params, empty, tokens, head, images)
 
 
 def fork(

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from jaxspec._deprecated import renamed_keywords
 from jaxspec.models.target import Placement, Target
-from jaxspec.options import ProgramFeatures, Sampling
+from jaxspec.options import FieldError, ProgramFeatures, Sampling
 from jaxspec.rollout.arguments import is_traced
 from jaxspec.rollout.batch import (
     GenerateResult,
@@ -122,6 +122,8 @@ class Sequences(struct.PyTreeNode):
                 prompts = Prompts(tokens, jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32))
             else:
                 prompts = Prompts.padded(cast(Sequence[Sequence[int]], prompts))
+        if prompts.images is not None:
+            raise FieldError("prompts", "have images, and only texts are scored")
         b, t = prompts.tokens.shape
         rows, m = result.tokens.shape
         if not b or rows % b:

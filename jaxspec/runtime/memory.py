@@ -83,7 +83,7 @@ def footprint(
       prefix_bytes: of each device, for stored prefixes.
       pass_tokens: of the largest pass over prompts.
     """
-    models = [spec.target] if spec.drafter is None else [spec.target, spec.drafter]
+    models = [model for model in (spec.target, spec.drafter) if model is not None]
     if cache_tokens is None:
         data = mesh.shape["data"]
         caches = -(-(rows + read_ahead) // data) * caches_bytes(spec, data, cache_length, mesh)
@@ -92,6 +92,9 @@ def footprint(
         caches = caches_bytes(spec, rows + read_ahead, cache_length, mesh, paging)
     logits = LOGITS_HELD * 4 * rows * spec.step_tokens * spec.target.config.vocab_size
     activations = pass_tokens * max(map(bytes_a_token, models))
+    if spec.vision is not None:
+        models.append(spec.vision)
+        activations = max(activations, spec.vision.config.activation_bytes)
     return Footprint(
         sum(weight_bytes(model, mesh) for model in models),
         caches,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspec import decode
+from jaxspec.models.target import ImageTokens
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.weights.model_def import ModelDef
@@ -34,6 +35,8 @@ SHARED_WIDTHS = (64, 256)
 MIDDLE_WIDTH = 128
 """Another width of passes that many prompts share. With 16 rows ahead, passes over 192 mixed prompts of 334 tokens
 on average then take 1.73 s instead of 2.00 s, by the times that 26B-A4B takes on an H200."""
+IMAGE_WIDTHS = (*SHARED_WIDTHS, PREFILL_CHUNK, 640, 1152)
+"""Widths of passes that hold a whole image, of 1,120 tokens at most."""
 SHARED_PREFILL = 256
 """Tokens of a small pass if there are several slots. A row that comes alone pays for all of them."""
 
@@ -243,6 +246,10 @@ class Shapes:
     def _rows(self, count: int) -> int:
         return min(self.slots, rows_bucket(max(1, count), self.mesh))
 
+    def image_pass(self, count: int) -> tuple[int, int]:
+        """Return the rows and the width of a pass for an image of so many tokens."""
+        return self._rows(1), next(width for width in IMAGE_WIDTHS if width >= count)
+
     def all(self) -> list[tuple[int, int]]:
         """Return the rows and the width of every possible pass."""
         rows = (self.small_rows, self.full_rows)
@@ -271,12 +278,33 @@ def chunks(
         yield planner.next_chunk()[0]
 
 
+@dataclass(frozen=True, eq=False)
+class PromptImage:
+    """An image in a prompt.
+
+    Attributes:
+      begin, end: of its tokens in the prompt.
+      embed: returns their embeddings. It is called when the first of them is prefilled.
+    """
+
+    begin: int
+    end: int
+    embed: Callable[[], np.ndarray]
+
+    @functools.cached_property
+    def embeddings(self) -> np.ndarray:
+        """The embeddings of its tokens, [tokens, D]."""
+        return self.embed()
+
+
 def make_chunk(
     prompts: Mapping[int, tuple[Sequence[int] | np.ndarray, int]],
     rows: int,
     width: int,
     slots: int,
     ends: Mapping[int, int] = {},
+    images: Mapping[int, Sequence[PromptImage]] = {},
+    two_way: bool = False,
 ) -> PrefillChunk:
     """Return the chunk of a pass over the prompts of some slots.
 
@@ -284,6 +312,8 @@ def make_chunk(
       prompts: by slot, the prompt and the number of its tokens that are prefilled already.
       slots: number of all slots. A row without a prompt has this number, which is no slot.
       ends: by slot, the number of prefilled tokens after the pass, if the pass could hold more.
+      images: by slot, those of its prompt.
+      two_way: as in `ImageTokens`.
     """
     of = np.full(rows, slots, np.int32)
     tokens = np.zeros((rows, width), np.int32)
@@ -294,23 +324,61 @@ def make_chunk(
         of[row], start[row], count[row] = slot, begin, len(piece)
         tokens[row, : len(piece)] = piece
         is_last[row] = begin + len(piece) == len(prompt)
-    return PrefillChunk(*jax.device_put([of, tokens, start, count, is_last]))
+    of_rows = [images.get(slot, ()) for slot in prompts]
+    in_chunk = _image_tokens(of_rows, start, count, width, two_way)
+    return PrefillChunk(*jax.device_put([of, tokens, start, count, is_last]), images=in_chunk)
+
+
+def _image_tokens(
+    images: Sequence[Sequence[PromptImage]],
+    start: np.ndarray,
+    count: np.ndarray,
+    width: int,
+    two_way: bool,
+) -> ImageTokens | None:
+    """Return the tokens of images in a chunk, or None if it has none.
+
+    Args:
+      images: of the prompt of each row.
+      start: the position of each row's first token.
+      count: the tokens of each row.
+    """
+    numbers = np.zeros((len(start), width), np.int32)
+    embeddings: np.ndarray | None = None
+    for row, of_prompt in enumerate(images):
+        for number, image in enumerate(of_prompt, 1):
+            begin, end = max(image.begin, start[row]), min(image.end, start[row] + count[row])
+            if begin >= end:
+                continue
+            part = image.embeddings[begin - image.begin : end - image.begin]
+            if embeddings is None:
+                embeddings = np.zeros((*numbers.shape, part.shape[1]), part.dtype)
+            columns = slice(begin - start[row], end - start[row])
+            numbers[row, columns], embeddings[row, columns] = number, part
+    if embeddings is None:
+        return None
+    return ImageTokens(*jax.device_put([embeddings, numbers]), two_way=two_way)
 
 
 class PrefillPlanner:
     """Plans prefill passes over the prompts of slots. More prompts may come between two passes.
 
+    Args:
+      two_way: whether tokens of an image see each other. Each image is then in one pass.
+
     Attributes:
       pending: by slot, prompts that are not prefilled to the end, and the number of tokens that
         are.
       stops: by slot, positions where a pass has to end.
+      images: by slot, those of its prompt.
       last_ends: by slot of the newest pass, the number of prefilled tokens after it.
     """
 
-    def __init__(self, shapes: Shapes):
-        self.shapes = shapes
+    def __init__(self, shapes: Shapes, *, two_way: bool = False):
+        self.shapes, self.two_way = shapes, two_way
         self.pending: dict[int, tuple[Sequence[int] | np.ndarray, int]] = {}
         self.stops: dict[int, Set[int]] = {}
+        self.images: dict[int, Sequence[PromptImage]] = {}
         self.last_ends: dict[int, int] = {}
 
     def add(
@@ -318,42 +386,66 @@ class PrefillPlanner:
         prompts: Mapping[int, Sequence[int] | np.ndarray],
         begin: int = 0,
         stops: Set[int] = frozenset(),
+        images: Sequence[PromptImage] = (),
     ) -> None:
         """Add the prompts of more slots.
 
         Args:
           begin: tokens of each that are prefilled already.
           stops: positions where a pass over them has to end. More may be added later.
+          images: of each.
         """
         self.pending |= {slot: (prompt, begin) for slot, prompt in prompts.items()}
         self.stops |= dict.fromkeys(prompts, stops)
+        self.images |= dict.fromkeys(prompts, images)
 
     def remove(self, slot: int) -> None:
         """Plan no more passes over a slot's prompt."""
-        self.pending.pop(slot, None)
+        if self.pending.pop(slot, None) is not None:
+            del self.images[slot]
 
     def next_chunk(self) -> tuple[PrefillChunk, list[int]]:
         """Return the next pass, and the slots whose prompts end in it.
 
         Unused rows of a pass have a slot number past the last.
         """
-        left = self._left()
-        rows, width, taken = self.shapes.next_pass(left)
-        prompts = {slot: self.pending[slot] for slot in taken}
-        self.last_ends = {slot: prompts[slot][1] + min(width, left[slot]) for slot in taken}
-        chunk = make_chunk(prompts, rows, width, self.shapes.slots, self.last_ends)
-        ended = [slot for slot in taken if self.last_ends[slot] == len(prompts[slot][0])]
-        for slot in taken:
-            self.pending[slot] = prompts[slot][0], self.last_ends[slot]
+        rows, width, ends = self._next_pass()
+        prompts = {slot: self.pending[slot] for slot in ends}
+        self.last_ends = ends
+        chunk = make_chunk(prompts, rows, width, self.shapes.slots, ends, self.images, self.two_way)
+        ended = [slot for slot, end in ends.items() if end == len(prompts[slot][0])]
+        for slot, end in ends.items():
+            self.pending[slot] = prompts[slot][0], end
         for slot in ended:
-            del self.pending[slot]
+            self.remove(slot)
         return chunk, ended
 
     @property
     def next_tokens(self) -> int:
         """Tokens of the next pass, padding included."""
-        rows, width, _ = self.shapes.next_pass(self._left())
+        rows, width, _ = self._next_pass()
         return rows * width
+
+    def _next_pass(self) -> tuple[int, int, dict[int, int]]:
+        """Return the rows and the width of the next pass, and the end of each slot in it."""
+        left = self._left()
+        rows, width, taken = self.shapes.next_pass(left)
+        ends = {slot: self._end(slot, min(width, left[slot])) for slot in taken}
+        for slot, end in ends.items():
+            if end == (begin := self.pending[slot][1]):  # the width holds no whole image
+                image = next(image for image in self.images[slot] if image.end > begin)
+                rows, width = self.shapes.image_pass(image.end - begin)
+                return rows, width, {slot: self._end(slot, min(width, left[slot]))}
+        return rows, width, ends
+
+    def _end(self, slot: int, count: int) -> int:
+        """Return the end of a pass over `count` tokens of a slot, or the begin of an image that it would cut."""
+        begin = self.pending[slot][1]
+        end = begin + count
+        for image in self.images[slot] if self.two_way else ():
+            if image.begin < end < image.end:
+                return max(begin, image.begin)
+        return end
 
     def _left(self) -> dict[int, int]:
         return {slot: self._stop(slot) - begin for slot, (_, begin) in self.pending.items()}
@@ -371,28 +463,38 @@ def prefill_prompts(
     state: DecodeState,
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
+    images: ImageTokens | None = None,
 ) -> DecodeState:
     """Prefill the first `counts` tokens of every row in chunks, inside a compiled program.
 
-    No prompt ends here. Rows stay inactive, and a last chunk has to follow.
+    No prompt ends here. Rows stay inactive, and a last chunk has to follow. Where tokens of images
+    see each other, one pass reads all.
     """
     b, t = tokens.shape
-    width = min(t, PREFILL_CHUNK)
+    width = t if images is not None and images.two_way else min(t, PREFILL_CHUNK)
     if not width:
         return state
 
     def feed(i: Array | int, state: DecodeState) -> DecodeState:
         begin = i * width
+
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, begin, width, axis=1)
+
         chunk = PrefillChunk(
             slots=jnp.arange(b, dtype=jnp.int32),
-            tokens=lax.dynamic_slice_in_dim(padded, begin, width, axis=1),
+            tokens=cut(padded),
             start=jnp.minimum(counts, begin),
             count=jnp.clip(counts - begin, 0, width),
             is_last=jnp.zeros(b, bool),
+            images=jax.tree.map(cut, padded_images),
         )
         return decode.prefill(spec, target_params, drafter_params, state, chunk)
 
-    padded = jnp.pad(tokens, ((0, 0), (0, width)))
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, width), *((0, 0),) * (x.ndim - 2)))
+
+    padded, padded_images = pad(tokens), jax.tree.map(pad, images)
     if t <= width:
         return feed(0, state)
     return lax.fori_loop(0, -(-jnp.max(counts) // width), feed, state)

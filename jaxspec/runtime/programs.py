@@ -21,6 +21,7 @@ from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
 from jaxspec.runtime import memory
 from jaxspec.runtime.step_output import OutputSizes, PackedOutput, pack
 from jaxspec.state import DecodeSpec, DecodeState
+from jaxspec.weights.model_def import ModelDef
 
 jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 """`jax.jit` with the options that all programs with models are compiled with."""
@@ -83,7 +84,7 @@ class Programs:
         *,
         donate: int | None,
         mesh: Mesh,
-        spec: DecodeSpec | None = None,
+        spec: DecodeSpec | ModelDef | None = None,
         sizes: OutputSizes | None = None,
         loops: bool = False,
         compiler: Compiler | None = None,
@@ -149,7 +150,7 @@ def _lower(
         return jitted.lower(*args)
 
 
-def _with_spec(function: Any, spec: DecodeSpec) -> Any:
+def _with_spec(function: Any, spec: DecodeSpec | ModelDef) -> Any:
     def bound(*args: Any) -> Any:
         return function(spec, *args)
 

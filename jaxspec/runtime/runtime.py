@@ -21,26 +21,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.cache import HostTables, Paging, caches_of
+from jaxspec.configs.gemma4_vision import IMAGE_TOKENS, Gemma4VisionConfig
 from jaxspec.drafters.tree import settle_num_draft_tokens
+from jaxspec.models.target import ImageTokens
 from jaxspec.options import VALUES, Drafting, FieldError, ProgramFeatures, Sampling
-from jaxspec.runtime.prefill import Shapes, chunks
+from jaxspec.runtime.prefill import Shapes, chunks, make_chunk
 from jaxspec.runtime.programs import Compiler, Programs
 from jaxspec.runtime.step_output import OutputRequest, OutputSizes, PackedOutput
-from jaxspec.shapes import Params
+from jaxspec.shapes import Array, Float, Int, Params
 from jaxspec.state import NO_GUIDE, Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.text.grammars.masking import words_of
 from jaxspec.text.grammars.matcher import ALL
+from jaxspec.text.images import ImagePatches
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.sharding import mesh_of, on_decoding_mesh, place_rows
+from jaxspec.weights.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
 from jaxspec.weights.trees import flat_params
 
 Phase = Literal["admit", "prefill", "decode", "retire", "clear"]
@@ -70,6 +75,7 @@ def make_spec(
     target_def = target.model_def if isinstance(target, LoadedModel) else target
     drafter_def = drafter.model_def if isinstance(drafter, LoadedModel) else drafter
     generation = target.generation if isinstance(target, LoadedModel) else None
+    vision = target.vision if isinstance(target, LoadedModel) else None
     drafts = 0
     if drafter_def is not None:
         drafter_def.config.check_fits(target_def.config)
@@ -85,7 +91,10 @@ def make_spec(
             f"is {tau}; with {drafts} draft tokens it lies between 1 and {drafts + 1}",
         )
     suppress = generation.suppress_tokens if generation else ()
-    return DecodeSpec(target_def, drafter_def, drafting, suppress, program_features)
+    of_images = None if vision is None else vision.model_def
+    return DecodeSpec(
+        target_def, drafter_def, drafting, suppress, program_features, vision=of_images
+    )
 
 
 # --- shapes ------------------------------------------------------------------------------------------
@@ -135,6 +144,32 @@ def _admit(spec: DecodeSpec, state: DecodeState, new: NewRows) -> DecodeState:
     return states.admit(state, Admission(**{**new._asdict(), "sampling": sampling}))
 
 
+def embed_images(
+    vision: ModelDef,
+    params: Params,
+    patches: Float[Array, "B M X"],
+    positions: Int[Array, "B M 2"],
+) -> Float[Array, "B R D"]:
+    """Return the embeddings of images by a vision part."""
+    return vision.bind(params)(patches, positions)
+
+
+_embed_images = jax.jit(embed_images, static_argnums=0)
+
+
+def embedded(vision: ModelDef, params: Params, image: ImagePatches) -> np.ndarray:
+    """Return the embeddings of the tokens of an image by a vision part, [tokens, D]."""
+    patches, positions = padded_to_a_budget(image, vision)
+    return fetch(_embed_images(vision, params, patches, positions))[0, : image.num_tokens]
+
+
+def padded_to_a_budget(image: ImagePatches, vision: ModelDef) -> tuple[np.ndarray, np.ndarray]:
+    """Return an image for `embed_images`: a shape for each number of tokens that images are resized to."""
+    tokens = next(n for n in IMAGE_TOKENS if n >= image.num_tokens)
+    patches, positions = image.padded(tokens * vision.config.pool_size**2)
+    return patches[None], positions[None]
+
+
 _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
     "admit": _admit,
     "prefill": decode.prefill,
@@ -160,6 +195,7 @@ class Runtime:
       paging: the pages of the caches; None: one a row. With it, calls on states take the `tables`
         of all rows.
       programs: compiled programs to share; None for its own.
+      vision_params: weights of the spec's vision part, if prompts are to have images.
     """
 
     def __init__(
@@ -175,8 +211,10 @@ class Runtime:
         invariant: bool = False,
         paging: Paging | None = None,
         programs: Programs | None = None,
+        vision_params: Params | None = None,
     ):
-        self.spec, self.paging = spec, paging
+        self.spec, self.paging, self.vision_params = spec, paging, vision_params
+        self._embedded: WeakKeyDictionary[ImagePatches, np.ndarray] = WeakKeyDictionary()
         self.mesh = mesh_of(target=target_params, drafter=drafter_params)
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self._target_params: Params = {}
@@ -367,6 +405,49 @@ class Runtime:
         chunk = self.place(chunk)
         return self._bind("prefill", state, output, chunk, tables=tables)
 
+    @property
+    def vision_config(self) -> Gemma4VisionConfig | None:
+        """The config of the vision part."""
+        return None if self.spec.vision is None else self.spec.vision.config
+
+    def warm_up_vision(self, chunks: Sequence[PrefillChunk], slots: int) -> list[PrefillChunk]:
+        """Compile the vision part for all numbers of tokens, and return empty passes with images.
+
+        Args:
+          chunks: empty passes without images.
+          slots: as in `make_chunk`.
+        """
+        config = self.vision_config
+        assert config is not None
+        passes = {chunk.tokens.shape for chunk in chunks}
+        for tokens in IMAGE_TOKENS:
+            count = tokens * config.pool_size**2
+            pixels = np.zeros((count, 3 * config.patch_size**2), np.uint8)
+            image = ImagePatches(pixels, np.zeros((count, 2), np.int32), tokens)
+            embeddings = self.embed(image)
+            if config.two_way:
+                passes.add(self.shapes.image_pass(tokens))
+        empty = []
+        for rows, width in sorted(passes):
+            of_images = jnp.zeros((rows, width, embeddings.shape[1]), embeddings.dtype)
+            images = ImageTokens(of_images, jnp.zeros((rows, width), np.int32), config.two_way)
+            empty.append(dataclasses.replace(make_chunk({}, rows, width, slots), images=images))
+        return empty
+
+    def embed(self, image: ImagePatches) -> np.ndarray:
+        """Return the embeddings of the tokens of an image, [tokens, D]. They are kept as long as it is."""
+        if (known := self._embedded.get(image)) is not None:
+            return known
+        vision = self.spec.vision
+        assert vision is not None
+        assert self.vision_params is not None
+        args = (self.vision_params, *self.place(padded_to_a_budget(image, vision)))
+        begin = time.perf_counter()
+        program = self.programs.get(embed_images, args, donate=None, mesh=self.mesh, spec=vision)
+        self.timings.compile_s += time.perf_counter() - begin
+        rows = self._embedded[image] = fetch(program(*args))[0, : image.num_tokens]
+        return rows
+
     def decode(
         self,
         state: DecodeState,
@@ -483,7 +564,10 @@ class Runtime:
             the program returns the state alone.
         """
         function, spec = _FUNCTIONS[phase], self.spec if spec is None else spec
-        chunk = inputs[0].tokens.shape if isinstance(inputs[0], PrefillChunk) else ()
+        chunk: tuple[Any, ...] = ()
+        if isinstance(inputs[0], PrefillChunk):
+            chunk, images = inputs[0].tokens.shape, inputs[0].images
+            chunk = chunk if images is None else (*chunk, f"images {images.two_way}")
         rows = ()  # the slots of a program for some rows
         if phase == "decode" and len(inputs) > 2 and inputs[2] is not None:
             rows = np.shape(inputs[2])

@@ -182,7 +182,7 @@ class _Routes:
             ids = self._model.encode(body.prompt, special=special)
         else:
             try:
-                ids = self._model.render_chat(
+                ids, _ = self._model.render_chat(
                     body.messages or [],
                     chat.choose(body.tools).tools,
                     body.chat_template_kwargs,

@@ -7,9 +7,11 @@ name the protocol's field.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +37,10 @@ from jaxspec.serving.structured_outputs import (
 from jaxspec.state import DecodeSpec
 from jaxspec.text import chat
 from jaxspec.text.chat import rules
+from jaxspec.text.chat.images import place_images, read_images, take_images
 from jaxspec.text.chat.tools import force
 from jaxspec.text.grammars import Grammar, GrammarTokens
+from jaxspec.text.images import ImagePatches
 from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
 
 COMPLETION_TOKENS = 16
@@ -47,6 +51,8 @@ _OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 _OF_REQUEST = ("presence_penalty", "frequency_penalty")
 _PENALTIES = Range("from -2 to 2", lambda x: abs(x) <= 2)
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
+_DECODING = threading.Lock()
+"""Images are decoded one at a time: a large one takes some hundred MB."""
 _BIASES = Range("from -100 to 100", lambda x: abs(x) <= 100)
 
 
@@ -166,7 +172,7 @@ class ServingModel:
             tools = chat.choose(request.tools, request.tool_choice, grammars=has_grammars)
             if request.parallel_tool_calls is False:
                 tools = dataclasses.replace(tools, parallel=False)
-            prompt = self.render_chat(
+            prompt, images = self.render_chat(
                 request.messages,
                 tools.tools,
                 kwargs,
@@ -186,7 +192,14 @@ class ServingModel:
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return self._parse(
-            request, [tuple(prompt)], max_tokens, top, limit_field, tools, grammar=grammar
+            request,
+            [tuple(prompt)],
+            max_tokens,
+            top,
+            limit_field,
+            tools,
+            grammar=grammar,
+            images=images,
         )
 
     def _chat_grammar(
@@ -238,8 +251,8 @@ class ServingModel:
         tools: Sequence[Any],
         kwargs: dict[str, Any] | None,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Return the token ids of a conversation.
+    ) -> tuple[list[int], tuple[ImagePatches, ...]]:
+        """Return the token ids of a conversation, and its images.
 
         Args:
           kwargs: values for the chat template; they override the server's.
@@ -251,8 +264,19 @@ class ServingModel:
         kwargs = {**(self.settings.chat_template_kwargs or {}), **(kwargs or {})}
         if (name := "add_generation_prompt") in kwargs:
             raise FieldError("chat_template_kwargs", f"has {name}, which is a field of its own")
+        messages, sources = take_images(messages)
+        vision = None if self.spec.vision is None else self.spec.vision.config
+        if len(sources) > (limit := self.settings.max_images):
+            raise FieldError(
+                "messages",
+                f"have {len(sources)} images; this server takes at most {limit} (--max-images)",
+            )
+        with _DECODING if sources else contextlib.nullcontext():
+            images = read_images(
+                sources, vision, image_tokens=self.settings.image_tokens, only_data=True
+            )
         try:
-            return chat.render(
+            ids = chat.render(
                 self.tokenizer,
                 messages,
                 list(tools) or None,
@@ -261,6 +285,7 @@ class ServingModel:
             )
         except TokenizerError as error:
             raise ApiError(400, str(error), param="messages") from None
+        return list(place_images(ids, images, vision)), tuple(images)
 
     def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> tuple[int, ...]:
         """Return the token ids of a text.
@@ -301,6 +326,7 @@ class ServingModel:
         *,
         min_tokens: int = 1,
         grammar: Grammar | None = None,
+        images: tuple[ImagePatches, ...] = (),
     ) -> ParsedRequest:
         """Parse the fields that all routes have in common.
 
@@ -337,6 +363,7 @@ class ServingModel:
                 seed=seed % 2**32 if -(2**63) <= seed < 2**64 else seed,
                 priority=request.priority or 0,
                 grammar=grammar,
+                images=images,
             )
             engine_requests = [
                 Request(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspec.configs.gemma4_vision import BUDGETS
 from jaxspec.options import (
     CACHE_TOKENS_HELP,
     CHOOSE_LENGTH_HELP,
@@ -42,6 +43,13 @@ class Settings:
     )
     max_n: int = option(
         64, "Completions of one request, all its prompts together.", range=at_least(1)
+    )
+    max_images: int = option(16, "Images of one request.", range=at_least(0))
+    image_tokens: int | None = option(
+        None,
+        "The most tokens of each image. Default: the checkpoint's own number, 280 in released ones.",
+        range=BUDGETS,
+        metavar="70|140|280|560|1120",
     )
     max_body_mib: int = option(8, "MiB of a request's body.", range=at_least(1))
     timeout: float = option(

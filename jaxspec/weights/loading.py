@@ -27,7 +27,13 @@ from jaxspec.weights.memory import check_weights_fit
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.native import VISION, open_native_source, open_native_vision
 from jaxspec.weights.sharding import make_mesh
-from jaxspec.weights.source import WeightSource, open_configs, open_hf_source, open_hf_vision
+from jaxspec.weights.source import (
+    WeightSource,
+    open_configs,
+    open_hf_source,
+    open_hf_vision,
+    open_vision_config,
+)
 from jaxspec.weights.trees import flat_params
 
 __all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "load_target"]
@@ -101,8 +107,7 @@ def load_target(
         takes the scales of the checkpoint, if it has any.
       drafter: the drafter that is to draft for it.
       vision: whether to load the vision part of the checkpoint too, if it has one. It is never
-        quantised: what a file holds quantised becomes numbers. Nothing of it is loaded without
-        `read_weights`.
+        quantised: what a file holds quantised becomes numbers.
       read_weights: False for shapes in place of weights, to count memory. Of a hub id only the
         config files are fetched then.
 
@@ -189,8 +194,11 @@ def _load(
     model_def = quantised_def(stored, source, *formats, option)
     kv_scales = checkpoint.kv_scales() if kv_dtype == "fp8" else None
     model_def = with_kv_dtype(model_def, kv_dtype, kv_scales)
-    of_images = open_vision(directory) if vision and read_weights else None
-    vision_def = None if of_images is None else model_def_of(of_images.config, dtype)
+    of_images = open_vision(directory) if vision and (read_weights or is_local) else None
+    vision_config = None if of_images is None else of_images.config
+    if vision and not (read_weights or is_local):
+        vision_config = open_vision_config(directory)
+    vision_def = None if vision_config is None else model_def_of(vision_config, dtype)
     beside = () if vision_def is None else (vision_def,)
     params: Params = {}
     if read_weights:
@@ -205,11 +213,13 @@ def _load(
     loaded = LoadedModel(
         model_def, params, checkpoint.config, checkpoint.generation, directory, source
     )
-    if of_images is None or vision_def is None:
+    if vision_def is None or vision_config is None:
         return loaded
     at = directory / VISION if (directory / MANIFEST).is_file() else directory
-    of_vision = dict(of_images.weights(vision_def, mesh))
-    embedder = LoadedModel(vision_def, of_vision, of_images.config, None, at, source)
+    of_vision: Params = vision_def.placed_shapes(mesh or _default_mesh())
+    if of_images is not None and read_weights:
+        of_vision = dict(of_images.weights(vision_def, mesh))
+    embedder = LoadedModel(vision_def, of_vision, vision_config, None, at, source)
     return dataclasses.replace(loaded, vision=embedder)
 
 

@@ -343,10 +343,7 @@ def open_hf_vision(directory: Path) -> HFSource | None:
       CheckpointError, ConfigError: as `open_hf_source`; some of the tensors are missing, say.
     """
     checkpoint = hf_io.open_checkpoint(directory)
-    try:
-        recognised = recognise_vision(checkpoint.config)
-    except ConfigError as error:
-        raise ConfigError(f"{directory}: {error}") from None
+    recognised = _recognised_vision(directory, checkpoint.config)
     if recognised is None:
         return None
     family, config = recognised
@@ -355,6 +352,25 @@ def open_hf_vision(directory: Path) -> HFSource | None:
     if not names & set(checkpoint.tensors):
         return None
     return _matched(checkpoint, family, config, None)
+
+
+def open_vision_config(directory: Path) -> ModelConfig | None:
+    """Return the config of the vision part of a Hugging Face directory, whose weights need not be there.
+
+    Raises:
+      CheckpointError, ConfigError: as `open_hf_source`.
+    """
+    recognised = _recognised_vision(directory, read_json(directory / "config.json"))
+    return None if recognised is None else recognised[1]
+
+
+def _recognised_vision(
+    directory: Path, config: Mapping[str, Any]
+) -> tuple[Family, ModelConfig] | None:
+    try:
+        return recognise_vision(config)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
 
 
 def _matched(

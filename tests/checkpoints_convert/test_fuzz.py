@@ -1,7 +1,7 @@
 """Damaged files of users: every one is refused in words, or read as what it says. Counts are reproducible.
 
-The slow tests are the measure: 1,000 configs, 500 safetensors files and 500 files of prompts. The default suite runs
-the first of them.
+The slow tests are the measure: 1,000 configs, and 500 each of safetensors files, images, files of prompts and
+conversations with images. The default suite runs the first of them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.fuzzing import configs, headers, jsonl
+from tests.tools.fuzzing import configs, headers, images, jsonl, messages
 from tests.tools.fuzzing.outcomes import GOOD, Case, Outcome, table
 
 Fuzz = Callable[[Path, int], Iterator[Case]]
 KINDS: dict[str, tuple[Fuzz, int, int]] = {  # how many in the slow tests, and in the default suite
     "configs": (configs.fuzz, 1000, 60),
     "headers": (headers.fuzz, 500, 40),
+    "images": (images.fuzz, 500, 100),
     "jsonl": (jsonl.fuzz, 500, 60),
+    "messages": (messages.fuzz, 500, 100),
 }
 
 
@@ -30,6 +32,8 @@ def _assert_good(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_files(kind: str, tmp_path: Path):
+    if kind in ("images", "messages"):
+        pytest.importorskip("PIL", reason="images need Pillow")
     fuzz, _, count = KINDS[kind]
     _assert_good(list(fuzz(tmp_path, count)))
 

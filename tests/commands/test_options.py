@@ -197,6 +197,7 @@ def test_every_command_loads_as_it_is_told(
         "drafter_revision": "s",
         "token": "t",
         "read_weights": True,
+        "vision": args[0] == "generate",
         "offline": True,
         "dtype": "bfloat16",
         "mesh": None,

@@ -4,6 +4,7 @@
 and sets the number of devices.
 
     split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
+    images:DATA:MODEL               decode prompts with images on a mesh, and on one device
     load                            place weights: random, of an Orbax directory, of Hugging Face's
     check                           `check` with and without --mesh
     cli                             the command with and without --mesh, and its errors
@@ -34,6 +35,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import jaxspec
 from jaxspec import cache
 from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
@@ -49,7 +51,7 @@ from jaxspec.weights.draft_head import with_draft_head
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
 from jaxspec.weights.sharding import make_mesh, place, state_shardings
 from jaxspec.weights.trees import place_params
-from tests import tiny_pair
+from tests import tiny_images, tiny_pair, tiny_photo
 from tests.cases import PROMPT_LENGTHS, Case, case, engine_of, target
 from tests.cases import run as run_all
 from tests.tiny import VOCAB_SIZE
@@ -133,6 +135,23 @@ def split(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
         ],
         "collectives": collectives(programs["decode"]),
     }
+
+
+def images(data: str, model: str) -> dict[str, Any]:
+    """Decode prompts with images on one device and on a mesh, with drafts."""
+    parts = ((5, (2, 3), 4), (3, (2, 2), 1, (4, 7), 12), (9,))
+    prompts = [tiny_images.prompt(tiny_photo.VISION, *p, seed=i) for i, p in enumerate(parts)]
+    asked = [Request(tuple(p.ids.tolist()), 12, images=p.images) for p in prompts]
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        target = tiny_photo.write_target(Path(name) / "target")
+        drafter = tiny_photo.write_drafter(Path(name) / "drafter")
+        for mesh in (make_mesh(data=int(data), model=int(model)), None):
+            pair = jaxspec.load(str(target), str(drafter), mesh=mesh)
+            engine = Engine(*pair, batch_size=4, cache_length=96)
+            found.append(decoded(engine, asked))
+    text = [dataclasses.replace(r, images=()) for r in asked]
+    return {"equal": found[0] == found[1], "seen": found[1] != decoded(engine, text)}
 
 
 def a_case(name: str, drafter: str) -> Case:
@@ -529,6 +548,7 @@ def main() -> None:
         f.__name__: f
         for f in (
             split,
+            images,
             load,
             cli,
             check,

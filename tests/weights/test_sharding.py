@@ -142,7 +142,7 @@ def results(cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 def result(case: str) -> dict[str, Any]:
     if case in REST:
         return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
-    more = ("load", "cli", "errors", "sampler", "training_meshes", "control")
+    more = ("images:2:4", "load", "cli", "errors", "sampler", "training_meshes", "control")
     return results((*DEFAULT, *more))[case]
 
 
@@ -169,6 +169,10 @@ def test_a_mesh_says_what_one_device_says(case):
     assert gathers <= (2 if "26b" in case else 4 if by_centroids else 0)
     if model == "1":  # whether any row is alive, or is sampled: nothing of the models themselves
         assert sums <= 3
+
+
+def test_images_on_a_mesh_are_those_on_one_device():
+    assert result("images:2:4") == {"equal": True, "seen": True}
 
 
 def test_a_gather_of_a_weight_would_be_seen():

@@ -41,7 +41,7 @@ class BenchOutput(OutputOptions):
 @command
 def bench_command(
     options: Annotated[BenchOptions, Fields("Cases")],
-    models: Annotated[ModelOptions, Fields("Models", without=("distributed",))],
+    models: Annotated[ModelOptions, Fields("Models", without=("distributed", "text_only"))],
     drafting: Annotated[Drafting, Fields("Drafting")],
     sampling: Annotated[Sampling, Fields("Sampling", only=VALUES)],
     trace: Annotated[TraceOptions, Fields("A stream of requests")],

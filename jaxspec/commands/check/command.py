@@ -15,7 +15,14 @@ from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import Ticker
 from jaxspec.options import Drafting
 
-UNUSED = ("target", "drafter", "distributed", "quantize_drafter", "quantize_draft_head")
+UNUSED = (
+    "target",
+    "drafter",
+    "distributed",
+    "quantize_drafter",
+    "quantize_draft_head",
+    "text_only",
+)
 """Model options that `check` does not have. Target and drafter are arguments. A quantised drafter is
 none, because `check` tries other weights of the drafter."""
 

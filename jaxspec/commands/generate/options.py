@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxspec.commands.models import DRY_RUN, ModelOptions
 from jaxspec.commands.options import PartialRecord, UsageError, as_flag, read_text
 from jaxspec.commands.output import refuse_inputs
+from jaxspec.configs.gemma4_vision import BUDGETS
 from jaxspec.options import (
     CHOOSE_LENGTH_HELP,
     SEEDS,
@@ -19,6 +20,7 @@ from jaxspec.options import (
     Range,
     Sampling,
     at_least,
+    check_ranges,
     option,
 )
 
@@ -45,6 +47,24 @@ class TextOptions:
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None, 'Values for the template, such as {"enable_thinking": true}.', metavar="JSON"
     )
+    images: tuple[Path, ...] = option(
+        (),
+        "With --chat: an image before the text of each prompt. Repeatable.",
+        metavar="FILE",
+        flag="--image",
+    )
+    image_tokens: int | None = option(
+        None,
+        "The most tokens of each image. Default: the checkpoint's own number, 280 in released ones.",
+        range=BUDGETS,
+        metavar="70|140|280|560|1120",
+    )
+    image_root: Path | None = option(
+        None,
+        "Where paths of images in --prompts begin, and which they may not leave. Default: the "
+        "directory of that file.",
+        metavar="DIR",
+    )
     stop: tuple[str, ...] = option((), "End before this text. Repeatable.", metavar="TEXT")
     json_path: str | None = option(
         None,
@@ -62,9 +82,20 @@ class TextOptions:
             raise UsageError("--stop: expected some text, got none")
         if self.chat_template_kwargs is not None and not self.chat:
             raise UsageError("--chat-template-kwargs needs --chat")
+        if self.images and not self.chat:
+            raise UsageError("--image needs --chat: the chat template has the places of images")
         if self.overwrite and self.json_path in (None, "-"):
             raise UsageError("--overwrite needs --json PATH: the file to start anew")
+        check_ranges(self)
         refuse_inputs(self.json_path, ("--prompts", self.prompts_file), ("standard input", 0))
+
+    @property
+    def image_directory(self) -> Path:
+        """The directory that paths of images in lines of a file may not leave."""
+        if self.image_root is not None:
+            return self.image_root
+        is_file = self.prompts_file is not None and str(self.prompts_file) != "-"
+        return self.prompts_file.parent if self.prompts_file and is_file else Path()
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxspec.commands.generate.options import DecodingOptions
+from jaxspec.commands.generate.options import DecodingOptions, TextOptions
 from jaxspec.commands.options import UsageError, as_flag, read_text
 from jaxspec.options import SEEDS, FieldError, Sampling, at_least
+from jaxspec.text.chat.images import EncodedPrompt, encode_conversation
 from jaxspec.tokenizer import Tokenizer, refuse_empty
 
 KINDS = ("prompt", "prompt_ids", "messages")
@@ -120,25 +121,50 @@ def encode(
     prompt: PromptInput,
     tokenizer: Tokenizer | None,
     *,
-    chat: bool = False,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[str | None, tuple[int, ...]]:
-    """Return a prompt's text as the model reads it, and its ids; ids alone have no text.
+    options: TextOptions | None = None,
+    vision: Any = None,
+) -> EncodedPrompt:
+    """Return a prompt as the model reads it; ids alone have no text.
+
+    Args:
+      options: None for the defaults.
+      vision: the config of the target's vision part; None: it has none.
 
     Raises:
       TokenizerError: the text is empty or cannot be encoded.
+      FieldError: an image cannot be used.
     """
+    options = options or TextOptions()
+    if options.images and prompt.text is None:
+        raise FieldError(
+            "images",
+            lambda format_field: (
+                f"{format_field('images')} is for prompts that are texts; messages have image parts"
+            ),
+        )
     if prompt.ids is not None:
-        return (None if tokenizer is None else tokenizer.decode(prompt.ids)), prompt.ids
+        text = None if tokenizer is None else tokenizer.decode(prompt.ids)
+        return EncodedPrompt(text, prompt.ids)
     assert tokenizer is not None, "text needs a tokenizer"
     if prompt.text is not None:
         refuse_empty("the prompt", prompt.text)
-    if chat:
-        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-        text = tokenizer.render_chat(messages, **(chat_template_kwargs or {}))
-        return text, tokenizer.encode_rendered(text)
+    if options.chat:
+        content: Any = prompt.text
+        directory = options.image_directory
+        if options.images:
+            parts = [{"type": "image", "image": path} for path in options.images]
+            content, directory = [*parts, {"type": "text", "text": prompt.text}], None
+        messages = prompt.messages or ({"role": "user", "content": content},)
+        return encode_conversation(
+            tokenizer,
+            messages,
+            vision,
+            image_tokens=options.image_tokens,
+            directory=directory,
+            **(options.chat_template_kwargs or {}),
+        )
     assert prompt.text is not None
-    return prompt.text, tokenizer.encode(prompt.text)
+    return EncodedPrompt(prompt.text, tokenizer.encode(prompt.text))
 
 
 # --- lines of a file -----------------------------------------------------------------------------

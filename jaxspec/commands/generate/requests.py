@@ -20,6 +20,7 @@ from jaxspec.commands.generate.prompts import PromptInput, encode
 from jaxspec.commands.options import UsageError, as_flag, idle_when_greedy, note
 from jaxspec.engine.request import Request
 from jaxspec.options import FieldError, Sampling, in_python
+from jaxspec.text.chat.images import EncodedPrompt
 from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
 from jaxspec.weights.loading import LoadedModel
@@ -99,16 +100,18 @@ def make_requests(
 
     requests = []
     for index, prompt in enumerate(prompts):
-        shown, ids, error = prompt.text, (), None
+        encoded, error = EncodedPrompt(prompt.text, ()), None
         try:
-            shown, ids = encode(
-                prompt, tokenizer, chat=text.chat, chat_template_kwargs=text.chat_template_kwargs
-            )
+            vision = target.vision and target.vision.config
+            encoded = encode(prompt, tokenizer, options=text, vision=vision)
         except TokenizerError as refused:
             error = str(refused)
+        except FieldError as refused:  # of an image
+            error = refused.format_message(in_python)
         stop = text.stop if prompt.stop is None else prompt.stop
         request = Request(
-            prompt_ids=ids,
+            prompt_ids=encoded.ids,
+            images=encoded.images,
             max_new_tokens=prompt.max_new_tokens or decoding.max_new_tokens,
             sampling=_sampling_of_line(prompt, sampling, decoding),
             stop_ids=ends,
@@ -123,7 +126,7 @@ def make_requests(
         for sample in range(decoding.num_samples):
             key = index, sample if decoding.num_samples > 1 else None
             numbered = dataclasses.replace(request, id=key, sample=first + sample)
-            requests.append(PromptRequest(prompt, shown, stop, numbered, error))
+            requests.append(PromptRequest(prompt, encoded.text, stop, numbered, error))
     return requests
 
 

@@ -364,12 +364,14 @@ def row_digest(models: str, request: PromptRequest) -> str:
     What only changes rounding is left out: batch size, cache length, mesh and device. So a run that
     had too little memory continues with a smaller batch.
     """
-    prompt, grammar = request.prompt, request.request.grammar
+    prompt, grammar, images = request.prompt, request.request.grammar, request.request.images
     values = dataclasses.asdict(
-        dataclasses.replace(request.request, id=None, stop_at=None, grammar=None)
+        dataclasses.replace(request.request, id=None, stop_at=None, grammar=None, images=())
     )
-    del values["grammar"]  # files from before there were grammars have rows without it
+    for name in ("grammar", "images"):  # files from before there were any have rows without them
+        del values[name]
     rules = [] if grammar is None else [grammar.source]
+    rules += [image.digest.hex() for image in images]
     return _digest(
         [models, request.key, prompt.id, prompt.extra, values, list(request.stop), *rules]
     )

@@ -112,7 +112,7 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
         if models.target and not models.drafter:
             note(console, "no --drafter was given: decoding plainly, one token a step")
         with console.status("[dim]loading the models"):
-            target, drafter = load_models(models)
+            target, drafter = load_models(models, vision=True)
         load_s = time.perf_counter() - begin
         tokenizer = load_tokenizer(prompts, options, target)
         sampling = sampling_for(options, target)
@@ -156,7 +156,7 @@ def dry_run(prompts: Sequence[PromptInput], options: GenerateOptions, console: C
     """
     models, running, text = options.models, options.running, options.text
     prepare(models, console)
-    target, drafter = load_models(models, read_weights=False)
+    target, drafter = load_models(models, read_weights=False, vision=True)
     requests: list[PromptRequest] = []
     if has_all_files(models.target):
         tokenizer = load_tokenizer(prompts, options, target)

@@ -80,7 +80,7 @@ def run(
         if models.target and not models.drafter:
             note(console, "no --drafter was given: decoding plainly, one token a step")
         with console.status("[dim]loading the models"):
-            target, drafter = load_models(models)
+            target, drafter = load_models(models, vision=True)
         tokenizer = Tokenizer.load(target.directory)
         grammars, no_grammars = grammars_of(target, tokenizer, programs, drafting)
         program_features = dataclasses.replace(
@@ -147,7 +147,7 @@ def dry_run(
       USER_ERRORS, UsageError: the server would not start, whatever the memory.
     """
     prepare(models, console)
-    target, drafter = load_models(models, read_weights=False)
+    target, drafter = load_models(models, read_weights=False, vision=True)
     if has_all_files(models.target):
         grammars_of(target, Tokenizer.load(target.directory), programs, drafting)
     check_prefixes(programs)

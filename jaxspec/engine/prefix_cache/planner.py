@@ -91,7 +91,7 @@ class PrefixPlanner:
         self._stops.pop(id, None)
 
     def _prompt_of(self, request: Request) -> Prompt:
-        ids = request.prompt_ids
+        ids = () if request.images else request.prompt_ids  # what they show is not in the ids
         passes = self._passes(len(ids)) if self.invariant else None
         return Prompt.of(ids, self.store.pool.block, passes)
 
@@ -135,6 +135,10 @@ class PrefixPlanner:
         for slot, request in new.items():
             row = slots.rows[slot]
             assert row is not None
+            if request.images:
+                images = slots.images_of(request)
+                self.planner.add({slot: request.prompt_ids}, images=images)
+                continue
             prompt = self._prompts.pop(request.id, None) or self._prompt_of(request)
             hit, shared = self.store.look_up(prompt)
             state = hit and self.store.restore(slots.state, slot, hit)

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxspec.options import FieldError, shown
 from jaxspec.text.chat.declarations import for_gemma
+from jaxspec.text.chat.images import IMAGE_KINDS, PART
 from jaxspec.text.chat.parser import GEMMA4, format_of
 from jaxspec.text.chat.values import begun_object
 from jaxspec.text.strict_json import NotFinite, strict_json
@@ -58,7 +59,8 @@ def render(
 
     Args:
       messages: the list of a request to /v1/chat/completions, as it came. Content is text, or a
-        list of text parts, which are joined by newlines. Earlier replies may have `reasoning`.
+        list of text parts, which are joined by newlines. In a user's message `images.PART` may
+        stand among them, where `images.take_images` left it. Earlier replies may have `reasoning`.
       tools: `choose(...).tools`.
       add_generation_prompt: whether the model's turn begins at the end.
       chat_template_kwargs: arguments of the template, such as `enable_thinking=True`.
@@ -211,7 +213,7 @@ def _message(field: str, message: Any) -> dict[str, Any]:
     # Qwen3's template leaves out messages of unknown roles, and developer is unknown to it.
     out: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
-        "content": _text(f"{field}.content", content),
+        "content": _content(f"{field}.content", content, role),
     }
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
@@ -224,6 +226,18 @@ def _message(field: str, message: Any) -> dict[str, Any]:
         if message.get("tool_calls"):
             out["tool_calls"] = _calls(f"{field}.tool_calls", message["tool_calls"])
     return out
+
+
+def _content(field: str, content: Any, role: str) -> str | list[dict[str, str]]:
+    """Return the text of a message's content, or its parts if images are among them."""
+    if not isinstance(content, list) or PART not in content:
+        return _text(field, content)
+    if role != "user":
+        raise FieldError(field, "has an image, and the message is not the user's")
+    return [
+        part if part == PART else {"type": "text", "text": _part(f"{field}[{i}]", part)}
+        for i, part in enumerate(content)
+    ]
 
 
 def _text(field: str, content: Any) -> str:
@@ -245,7 +259,8 @@ def _part(field: str, part: Any) -> str:
         return _string(f"{field}.text", part.get("text"))
     if kind is None:
         raise FieldError(field, f"is {shown(part)}; expected a part with type and text")
-    raise FieldError(f"{field}.type", f"is {shown(kind)}; this server reads text only")
+    way_out = "images.take_images takes it out first" if kind in IMAGE_KINDS else "expected text"
+    raise FieldError(f"{field}.type", f"is {shown(kind)}; {way_out}")
 
 
 def _calls(field: str, calls: Any) -> list[dict[str, Any]]:

@@ -365,7 +365,7 @@ def test_earlier_reasoning_reaches_the_template() -> None:
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "messages[0].content[0].type",
-            "this server reads text only",
+            "take_images",
         ),
         ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0]", "with type"),
         ([USER, called('{"a" 1')], "messages[1].tool_calls[0].function.arguments", "no valid JSON"),

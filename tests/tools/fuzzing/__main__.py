@@ -8,13 +8,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.tools.fuzzing import configs, headers, jsonl
+from tests.tools.fuzzing import configs, headers, images, jsonl, messages
 from tests.tools.fuzzing.outcomes import GOOD, table
 
 KINDS = {
     "configs": (configs.fuzz, 1000),
     "headers": (headers.fuzz, 500),
+    "images": (images.fuzz, 500),
     "jsonl": (jsonl.fuzz, 500),
+    "messages": (messages.fuzz, 500),
 }
 
 
