@@ -58,7 +58,7 @@ class Scheduler:
         two_way = vision is not None and vision.two_way
         self._planner = PrefillPlanner(runtime.shapes, two_way=two_way)
         self._prefixes = prefixes and PrefixPlanner(
-            prefixes, self._planner, invariant=runtime.invariant
+            prefixes, self._planner, invariant=runtime.invariant, vision=vision
         )
         self._is_busy = False  # with a launched call
         self._prefill_tokens = 0  # since rows decoded, padding included

@@ -441,11 +441,8 @@ class PrefillPlanner:
     def _end(self, slot: int, count: int) -> int:
         """Return the end of a pass over `count` tokens of a slot, or the begin of an image that it would cut."""
         begin = self.pending[slot][1]
-        end = begin + count
-        for image in self.images[slot] if self.two_way else ():
-            if image.begin < end < image.end:
-                return max(begin, image.begin)
-        return end
+        image = self._cut(slot, begin + count)
+        return begin + count if image is None else max(begin, image.begin)
 
     def _left(self) -> dict[int, int]:
         return {slot: self._stop(slot) - begin for slot, (_, begin) in self.pending.items()}
@@ -453,7 +450,13 @@ class PrefillPlanner:
     def _stop(self, slot: int) -> int:
         """Return the position where the next passes over a slot's prompt end."""
         prompt, begin = self.pending[slot]
-        return min((at for at in self.stops[slot] if at > begin), default=len(prompt))
+        stops = (at for at in self.stops[slot] if at > begin and self._cut(slot, at) is None)
+        return min(stops, default=len(prompt))
+
+    def _cut(self, slot: int, at: int) -> PromptImage | None:
+        """Return the image that a pass which ends there would cut, if it may not; else None."""
+        images = self.images[slot] if self.two_way else ()
+        return next((image for image in images if image.begin < at < image.end), None)
 
 
 def prefill_prompts(

@@ -11,8 +11,10 @@ import pytest
 
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.prefix_cache import pool, store
+from jaxspec.engine.prefix_cache.entries import ids_of, named
 from jaxspec.engine.request import Request, kind_refusal
-from jaxspec.options import FieldError
+from jaxspec.options import FieldError, Sampling
 from jaxspec.runtime import prefill
 from jaxspec.runtime.prefill import PrefillPlanner, PromptImage
 from jaxspec.weights.loading import LoadedModel, load_target
@@ -106,11 +108,12 @@ def test_drafts_change_no_token(both: Both, plain: list[tuple[int, ...]], name: 
 
 
 def test_a_row_does_not_depend_on_its_neighbours(both: Both, plain: list[tuple[int, ...]]) -> None:
-    """Alone, two at a time, and in another order."""
+    """Alone, two at a time, in another order, and in pages."""
     alone = run(engine_of(both.model, None, batch_size=1, cache_length=96), both.requests)
     two = engine_of(both.model, None, batch_size=2, cache_length=96, invariant=True)
     pairs = run(two, both.requests[::-1])[::-1]
-    for tokens, *others in zip(plain, alone, pairs, strict=True):
+    pages = run(engine_of(both.model, None, cache_tokens=256, **SIZES), both.requests)
+    for tokens, *others in zip(plain, alone, pairs, pages, strict=True):
         for done in others:
             assert done.token_ids == tokens[:NEW_TOKENS]
 
@@ -162,6 +165,68 @@ def fakes_target() -> LoadedModel:
     from tests import cases
 
     return cases.target("31b")
+
+
+# --- beginnings that are read once ------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "BLOCK", 4)
+    monkeypatch.setattr(store, "MIN_TOKENS", 4)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("drafter", [None, "dflash"])
+def test_prompts_that_begin_with_the_same_images_share_them(
+    both: Both, drafter: str | None
+) -> None:
+    """A next turn, the same question of another image, another question of the same one, in any order."""
+    config = both.model.vision.config  # type: ignore[union-attr]
+
+    def turn(*parts: Any, seed: int = 0) -> Prompt:
+        return tiny_images.prompt(config, *parts, seed=seed)
+
+    first = turn(5, (4, 7), 9)
+    other = turn(5, (4, 7), 9)
+    changed = tuple(dataclasses.replace(x, pixels=255 - x.pixels) for x in other.images)
+    longer = turn(5, (4, 7), 9, (2, 3), 6)
+    asked = first._replace(
+        ids=np.append(first.ids[:-2], [7, 8, 9]).astype(np.int32),
+        numbers=np.append(first.numbers, 0).astype(np.int32),
+    )
+    prompts = [
+        (first, 0),
+        (longer, len(first.ids)),
+        (asked, 42),
+        (other._replace(images=changed), 6),  # the text before, and the token that begins an image
+        (first, len(first.ids) - 1),
+        (longer, len(longer.ids) - 1),
+    ]
+    models = both.model, None if drafter is None else both.drafter(drafter, [])
+    hot = engine_of(*models, prefix_bytes=1 << 20, penalties=True, **SIZES)
+    cold = engine_of(*models, penalties=True, **SIZES)
+    for prompt, most in prompts:
+        request = dataclasses.replace(request_of(prompt), sampling=Sampling(repetition_penalty=1.2))
+        (done,), (expected,) = run(hot, [request]), run(cold, [request])
+        assert done.token_ids == expected.token_ids
+        assert done.acceptance_lengths == expected.acceptance_lengths
+        assert done.cached_tokens <= most
+        assert done.cached_tokens == most or not any(prompt is x for x in (longer, first))
+    together = [request_of(prompt) for prompt, _ in prompts]
+    for done, expected in zip(run(hot, together), run(cold, together), strict=True):
+        assert done.token_ids == expected.token_ids
+    assert hot.prefix_stats is not None
+    assert hot.prefix_stats.hits >= 8
+
+
+def test_names_of_images_keep_their_ids() -> None:
+    ids = [5, 150, 150, 150, 7]
+    one, two = (named(ids, [(1, 4, digest)]) for digest in (b"a", b"b"))
+    assert ids_of(one).tolist() == ids_of(two).tolist() == ids
+    assert (one[[0, 4]] == two[[0, 4]]).all()
+    assert len({*one[1:4].tolist(), *two[1:4].tolist()}) == 6
+    assert (one[1:4] < 0).all()
 
 
 # --- refusals ----------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,34 @@ Passes = tuple[tuple[int, int], ...]
 """The start and the width of each pass over a prompt."""
 
 
+_ID_BITS = 20
+
+
+def named(ids: Sequence[int], images: Iterable[tuple[int, int, bytes]]) -> np.ndarray:
+    """Return token ids, and in place of those of an image negative numbers that only this image has.
+
+    Args:
+      images: begin, end and digest of each.
+    """
+    names = np.asarray(ids, np.int64)
+    for begin, end, digest in images:
+        stream = hashlib.shake_128(digest).digest(8 * (end - begin))
+        bits = np.frombuffer(stream, np.uint64) >> (_ID_BITS + 1)
+        names[begin:end] = -((bits.astype(np.int64) << _ID_BITS) + names[begin:end])
+    return names
+
+
+def ids_of(names: np.ndarray) -> np.ndarray:
+    """Return the token ids that `named` gave names."""
+    return np.where(names < 0, -names % (1 << _ID_BITS), names).astype(np.int32)
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """The tokens of a prompt, and the keys of its prefixes.
 
     Attributes:
+      tokens: as `named` returns them.
       keys: of the first block, of the first two, and so on; the last tokens may be in none.
       passes: over the prompt, if entries have to come from the same ones; None if from any.
     """
@@ -26,9 +50,11 @@ class Prompt:
     passes: Passes | None = None
 
     @classmethod
-    def of(cls, ids: Sequence[int], block: int, passes: Passes | None = None) -> Prompt:
+    def of(
+        cls, ids: Sequence[int] | np.ndarray, block: int, passes: Passes | None = None
+    ) -> Prompt:
         """Hash a prompt, block by block."""
-        tokens = np.asarray(ids, np.int32)
+        tokens = np.asarray(ids, np.int64)
         keys, key = [], 0
         for end in range(block, len(tokens) + 1, block):
             mine = [p for p in passes or () if p[0] < end and sum(p) > end - block]

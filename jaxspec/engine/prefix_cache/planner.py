@@ -5,10 +5,13 @@ Read `PrefixPlanner.ready`, `begin` and `keep`: before, at and after the prefill
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxspec.engine.prefix_cache.entries import Entry, Passes, Prompt
+import numpy as np
+
+from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
+from jaxspec.engine.prefix_cache.entries import Entry, Passes, Prompt, named
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Request
 from jaxspec.engine.slots import Row, Slots
@@ -48,10 +51,19 @@ class PrefixPlanner:
 
     Args:
       invariant: rows go on, and entries are made, only where passes over a prompt alone end.
+      vision: of the target; None: prompts have no images.
     """
 
-    def __init__(self, store: Store, planner: PrefillPlanner, *, invariant: bool):
+    def __init__(
+        self,
+        store: Store,
+        planner: PrefillPlanner,
+        *,
+        invariant: bool,
+        vision: Gemma4VisionConfig | None = None,
+    ):
         self.store, self.planner, self.invariant = store, planner, invariant
+        self.vision = vision
         self._prompts: dict[Hashable, Prompt] = {}  # of waiting requests
         self._stops: dict[Hashable, set[int]] = {}  # positions where passes over them have to end
         self._progress: dict[int, PrefillProgress] = {}  # by slot
@@ -91,7 +103,14 @@ class PrefixPlanner:
         self._stops.pop(id, None)
 
     def _prompt_of(self, request: Request) -> Prompt:
-        ids = () if request.images else request.prompt_ids  # what they show is not in the ids
+        ids: Sequence[int] | np.ndarray = request.prompt_ids
+        if request.images:
+            assert self.vision is not None
+            places = request.image_spans(self.vision.image_token_id)
+            spans = zip(places, request.images, strict=True)
+            ids = named(ids, [(*span, image.digest) for span, image in spans])
+            if self.invariant:
+                ids = ()  # passes over it are not those that its length gives
         passes = self._passes(len(ids)) if self.invariant else None
         return Prompt.of(ids, self.store.pool.block, passes)
 
@@ -135,8 +154,8 @@ class PrefixPlanner:
         for slot, request in new.items():
             row = slots.rows[slot]
             assert row is not None
-            if request.images:
-                images = slots.images_of(request)
+            images = slots.images_of(request)
+            if images and self.invariant:
                 self.planner.add({slot: request.prompt_ids}, images=images)
                 continue
             prompt = self._prompts.pop(request.id, None) or self._prompt_of(request)
@@ -155,7 +174,7 @@ class PrefixPlanner:
             if self._is_worth_a_stop(progress, shared):
                 progress.stops.add(shared)
             self._progress[slot] = progress
-            self.planner.add({slot: request.prompt_ids}, row.cached_tokens, progress.stops)
+            self.planner.add({slot: request.prompt_ids}, row.cached_tokens, progress.stops, images)
 
     def _is_worth_a_stop(self, progress: PrefillProgress, shared: int) -> bool:
         """Return whether to make an entry where a prompt parts from earlier ones."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxspec.engine.prefix_cache.entries import Block, Entry, Hit, PrefixStats, Prompt
+from jaxspec.engine.prefix_cache.entries import Block, Entry, Hit, PrefixStats, Prompt, ids_of
 
 MIN_TOKENS = 256
 """Fewer tokens are not worth a copy: a GPU prefills them in the time of reading its weights once."""
@@ -185,7 +185,9 @@ class Store:
         count = -(-hit.length // self.pool.block)
         indices = [_index_of(block) for block in entry.blocks[:count]]
         assert entry.index is not None
-        return self.pool.restore(state, row, indices, entry.index, entry.tokens[: hit.length])
+        return self.pool.restore(
+            state, row, indices, entry.index, ids_of(entry.tokens[: hit.length])
+        )
 
     # --- storing -----------------------------------------------------------------------------------------
 
