@@ -241,7 +241,8 @@ def _refuse_adapter(directory: Path) -> None:
 
 def note_unread(checkpoint: HFCheckpoint) -> None:
     """Name the files of weights in a directory that are not read, because others are."""
-    read = {tensor.file.name for tensor in checkpoint.tensors.values()}
+    if not (read := {tensor.file.name for tensor in checkpoint.tensors.values()}):
+        return
     kinds = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
     others = {file.name for kind in kinds for file in checkpoint.directory.glob(kind)} - read
     if others := sorted(name for name in others if "mmproj" not in name):

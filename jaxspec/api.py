@@ -50,7 +50,7 @@ from jaxspec.weights.loading import (
 )
 
 BUNDLED = Path(__file__).parent / "bundled"
-BUNDLED_DRAFTERS = ("dflash", "mtp")
+BUNDLED_DRAFTERS = ("dflash", "mtp", "ngram")
 MOST_SLOTS = 8  # of a batch, unless asked for
 STREAMING_STEPS = 4  # decode steps between pieces of text
 
@@ -491,7 +491,8 @@ def load(
 
     Args:
       target: a directory (ours or Hugging Face's) or a hub id; None for the bundled one.
-      drafter: likewise, or "dflash" or "mtp" for the bundled ones, or "none". None means the bundled
+      drafter: likewise, or "dflash" or "mtp" for the bundled ones, "ngram" for look-up in the row's own
+        text, which fits every target, or "none". None means the bundled
         DFlash drafter for the bundled target, and no drafter for any other.
       dtype: "float32" or "bfloat16"; None for bfloat16 on GPUs and float32 elsewhere.
       quantize: the format of the target's linears and experts, such as "int8" or "int4"

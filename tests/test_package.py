@@ -186,6 +186,7 @@ UPWARD = {
     ("jaxspec.registry.dflash", "jaxspec.drafters.dflash"),
     ("jaxspec.registry.dflash2", "jaxspec.drafters.dflash2"),
     ("jaxspec.registry.dspark", "jaxspec.drafters.dspark"),
+    ("jaxspec.registry.ngram", "jaxspec.drafters.ngram"),
     ("jaxspec.registry.gemma4", "jaxspec.models.gemma4"),
     ("jaxspec.registry.gemma4_vision", "jaxspec.models.gemma4_vision"),
     ("jaxspec.registry.mtp", "jaxspec.drafters.mtp"),

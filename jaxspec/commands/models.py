@@ -61,9 +61,10 @@ class ModelOptions:
     drafter: str | None = option(
         None,
         "A drafter: a directory or a hub id; [bold]dflash[/] or [bold]mtp[/], the bundled one of "
-        "that kind; [bold]none[/], to decode plainly. Default: dflash with the bundled target, "
+        "that kind; [bold]ngram[/], to look drafts up in the row's own text, for any target; "
+        "[bold]none[/], to decode plainly. Default: dflash with the bundled target, "
         "else none.",
-        metavar="PATH|ID|dflash|mtp|none",
+        metavar="PATH|ID|dflash|mtp|ngram|none",
     )
     revision: str | None = option(None, "Branch, tag or commit of the target's hub id.")
     drafter_revision: str | None = option(None, "Branch, tag or commit of the drafter's hub id.")

@@ -1,9 +1,9 @@
 """The registry of families. A family is one kind of model.
 
 An entry holds everything that is special to its family. The entries are `gemma4`, `qwen3`, `dflash`,
-`dflash2`, `dspark`, `mtp` and `gemma4_vision`. `base` defines what an entry holds. To add a target or a drafter, write
-its module, its table of conversion rules and an entry, and call `register`. Nothing outside this folder checks the
-class of a config.
+`dflash2`, `dspark`, `mtp`, `ngram` and `gemma4_vision`. `base` defines what an entry holds. To add a
+target or a drafter, write its module, its table of conversion rules and an entry, and call `register`.
+Nothing outside this folder checks the class of a config.
 
 This package lies below `weights`, `models` and `drafters`. An entry imports its module inside a
 function, so importing this package does not import JAX.
@@ -17,7 +17,7 @@ from typing import Any
 from jaxspec.configs.drafter_methods import method_of
 from jaxspec.configs.fields import WORDS, ConfigError, read
 from jaxspec.options import shown
-from jaxspec.registry import dflash, dflash2, dspark, gemma4, gemma4_vision, mtp, qwen3
+from jaxspec.registry import dflash, dflash2, dspark, gemma4, gemma4_vision, mtp, ngram, qwen3
 from jaxspec.registry.base import (
     Assumption,
     Change,
@@ -142,7 +142,7 @@ def presets() -> dict[str, ModelConfig]:
 
 _OWN = (
     *(gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, dflash2.FAMILY, dspark.FAMILY),
-    *(mtp.FAMILY, gemma4_vision.FAMILY),
+    *(mtp.FAMILY, ngram.FAMILY, gemma4_vision.FAMILY),
 )
 for _family in _OWN:
     register(_family)

@@ -135,6 +135,8 @@ def convert(
         if target is not None:
             of_target = hf_io.resolve(target, revision=None, token=token, offline=offline)
             opened, shared = _with_shared_embedding(opened, open_hf_source(of_target))
+        if not opened.plan.fills:
+            raise CheckpointError(f"{directory} has no weights to convert; use it as it is")
         vision = open_hf_vision(directory) if opened.family.role == "target" else None
         parts = [opened] if vision is None else [opened, vision]
         total = sum(part.nbytes(fill) for part in parts for fill in part.plan.fills)

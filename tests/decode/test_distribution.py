@@ -26,9 +26,11 @@ from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.dflash2 import DFlash2Config
 from jaxspec.configs.dspark import DSparkConfig
 from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.ngram import NGramConfig
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.dflash2 import DFlash2Drafter
 from jaxspec.drafters.dspark import DSparkDrafter
+from jaxspec.drafters.ngram import NGramDrafter
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Choice
 from jaxspec.models.gemma4 import Gemma4
@@ -156,6 +158,7 @@ def drafters() -> dict[str, LoadedModel]:
         "unlikely": fakes.table(target(), chain(lambda p: p.argmin(axis=1)), -np.log(after)),
         "dflash": fakes.dflash(target(), block_size=DRAFTS + 1),
         "mtp": fakes.mtp(target(), drafts=DRAFTS),
+        "ngram": fakes.loaded(ModelDef(NGramDrafter, NGramConfig(), "float32"), {}),
         "reduced": selecting(DFlashDrafter, DFlashConfig, own_head=True, draft_vocab_size=4),
         "dflash2": selecting(
             DFlash2Drafter, DFlash2Config, conv_group_size=4, selector_rank=5, selector_top_k=3
@@ -250,6 +253,7 @@ def test_speculative_sampling_follows_the_target(drafter, filters):
     ("drafter", "options"),
     [
         *((name, dict(draft_sampling=True)) for name in ("reduced", "dflash2", "dspark-rnn")),
+        ("ngram", dict(num_draft_tokens=DRAFTS)),
         *(
             pytest.param(name, options, marks=pytest.mark.slow)
             for name in ("reduced", "dflash2", "dspark", "dspark-rnn")
