@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -210,7 +210,6 @@ def read_zlab(
     config: Mapping[str, Any],
     *,
     more: Mapping[str, Sequence[str]] | None = None,
-    unused: Collection[str] = (),
     only: Mapping[str, Sequence[Any]] | None = None,
     causal: bool | None = None,
     made: Mapping[str, Any] | None = None,
@@ -220,7 +219,6 @@ def read_zlab(
 
     Args:
       more: for fields that `cls` has beyond `DFlashConfig`, the keys that may have them.
-      unused: keys that training alone reads.
       only: values of keys that are not read, beyond or in place of those of DFlash.
       causal: whether layers are causal inside the block where the file does not say. None: sliding
         layers are.
@@ -243,7 +241,7 @@ def read_zlab(
     refuse_unless(config, "attention_bias", (False, None), default=False)
     check_plain_rope(config)
     keys = {**_KEYS, **(more or {})}
-    _refuse_other_methods(config, keys, unused, only or {})
+    _refuse_other_methods(config, keys, only or {})
     if "sliding" not in layer_types:
         del keys["sliding_window"]
         read(config, "sliding_window", COUNTS, None)
@@ -268,22 +266,21 @@ def read_zlab(
 def _refuse_other_methods(
     config: Mapping[str, Any],
     keys: Mapping[str, Sequence[str]],
-    unused: Collection[str],
     only: Mapping[str, Sequence[Any]],
 ) -> None:
     """Refuse keys that change the computation, such as those of other methods in the same layout.
 
     Args:
       keys: the keys that are read, by field.
-      unused, only: as in `read_zlab`.
+      only: as in `read_zlab`.
     """
     read = {*itertools.chain(*keys.values()), *itertools.chain(*KEYS.values())}
     inside = {path[1] for path in (key.split(".") for key in read) if path[0] in OBJECTS}
     same = {name: config.get(key) for name, key in _SAME.items() if config.get(key) is not None}
     only = {**_ONLY, **only, **{name: (value,) for name, value in same.items()}}
-    refuse_unknown(config, (*_OTHER_KEYS, *read, *inside, *unused), only=only)
+    refuse_unknown(config, (*_OTHER_KEYS, *read, *inside), only=only)
     for name in OBJECTS:
-        refuse_unknown(object_of(config, name), (*inside, *unused), only=only, within=name)
+        refuse_unknown(object_of(config, name), inside, only=only, within=name)
 
 
 def _causal(

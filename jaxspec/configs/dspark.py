@@ -14,6 +14,7 @@ from jaxspec.configs import dflash, speculators
 from jaxspec.configs.dflash import DFlashConfig, nested, read_zlab
 from jaxspec.configs.fields import (
     FACTORS,
+    FLAGS,
     LAYERS,
     SHARES,
     ConfigError,
@@ -31,7 +32,6 @@ from jaxspec.configs.speculators import is_speculators, read_speculators
 from jaxspec.options import Range
 
 ARCHITECTURES = ("DSparkDraftModel", "Gemma4DSparkModel", "Qwen3DSparkModel")
-_OF_GEMMA = "Gemma4DSparkModel"
 HEADS = ("vanilla", "gated", "rnn")
 _HEAD = Range(", ".join(HEADS), lambda x: x in HEADS, kind="a word")
 
@@ -84,8 +84,9 @@ class DSparkConfig(DFlashConfig):
           ConfigError: it is not such a drafter, or it needs a feature that is not supported.
         """
         if is_speculators(config):
-            return read_speculators(cls, config, more=_FLAT_KEYS, unused=_OF_TRAINING)
-        if _OF_GEMMA in words_of(config, "architectures"):
+            return read_speculators(cls, config, more=_FLAT_KEYS)
+        of_gemma = str(config.get("model_type")).startswith("gemma4")
+        if of_gemma or "Gemma4DSparkModel" in words_of(config, "architectures"):
             return _read_gemma(cls, config)
         made: dict[str, Any] = {}
         if config.get("target_layer_ids") is not None:  # DeepSpec's: nothing is nested
@@ -96,7 +97,6 @@ class DSparkConfig(DFlashConfig):
             cls,
             config,
             more=_NESTED_KEYS,
-            unused=_OF_TRAINING,
             only={"projector_type": ("dspark",), "dspark_backbone_conv_enabled": (False,)},
             causal=False,
             made=made,
@@ -122,10 +122,6 @@ DEEPSPEC_KEYS = {
 DEEPSPEC_KEYS["rope_theta"] += ("rope_parameters.full_attention.rope_theta",)
 """The keys of config.json that may set each field on which engines disagree. See `find_key`."""
 
-_OF_TRAINING = (
-    *("ce_loss_alpha", "confidence_head_alpha", "l1_loss_alpha", "loss_decay_gamma", "num_anchors"),
-    *("target_model_type", "target_text_model_type", "training_block_size"),
-)
 _BLOCK_KEYS = {
     "block_size": ("block_size",),
     "mask_token_id": ("mask_token_id",),
@@ -137,7 +133,8 @@ _BLOCK_KEYS = {
 
 def _read_gemma(cls: type[DSparkConfig], config: Mapping[str, Any]) -> DSparkConfig:
     """Read a file of DeepSpec's for Gemma 4: the text part of the target's, and keys of the method."""
-    own = {"target_layer_ids", "tie_word_embeddings", *_OF_TRAINING}
+    read(config, "tie_word_embeddings", FLAGS, None)
+    own = {"target_layer_ids", "tie_word_embeddings"}
     own |= {key for keys in _BLOCK_KEYS.values() for key in keys}
     layers = Gemma4Config.from_hf({k: v for k, v in config.items() if k not in own})
     for feature in ("per_layer_input_size", "num_experts", "num_kv_shared_layers"):

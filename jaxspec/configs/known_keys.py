@@ -112,21 +112,26 @@ _OF_TOWERS = r"(vision|audio|image|video)_"
 
 _HARMLESS: dict[str, str] = {
     "true or false": (
-        "add_cross_attention do_sample early_stopping is_decoder is_encoder_decoder output_attentions "
+        "add_cross_attention auf do_sample early_stopping has_no_defaults_at_init is_decoder "
+        "is_encoder_decoder output_attentions "
         "output_hidden_states output_router_logits output_scores remove_invalid_values return_dict "
         "return_dict_in_generate tie_encoder_decoder tie_word_embeddings torchscript unsloth_fixed "
         "use_bfloat16 use_cache"
     ),
     "a number": (
-        "attention_dropout chunk_size_feed_forward diversity_penalty encoder_no_repeat_ngram_size "
-        "initializer_range length_penalty max_length max_window_layers min_length model_max_length "
-        "no_repeat_ngram_size num_assistant_tokens num_beam_groups num_beams num_labels "
-        "num_return_sequences pretraining_tp repetition_penalty router_aux_loss_coef swa_window_size temperature "
-        "top_k top_p typical_p"
+        "attention_dropout ce_loss_alpha chunk_size_feed_forward confidence_head_alpha diversity_penalty "
+        "emb_dim encoder_no_repeat_ngram_size gru_hidden_dim initializer_range l1_loss_alpha "
+        "lambda_base_decay_ratio lambda_base_start length_penalty loss_decay_gamma max_anchors "
+        "max_length max_window_layers min_length model_max_length "
+        "no_repeat_ngram_size num_anchors num_assistant_tokens num_beam_groups num_beams num_labels "
+        "num_return_sequences pretraining_tp pure_draft_prefix_len repetition_penalty "
+        "router_aux_loss_coef swa_window_size temperature "
+        "top_k top_p training_block_size typical_p"
     ),
     "a word": (
         "dtype finetuning_task model_name model_type num_assistant_tokens_schedule prefix problem_type "
-        "processor_class tokenizer_class torch_dtype transformers_version"
+        "processor_class speculators_version target_model_type target_text_model_type "
+        "tokenizer_class torch_dtype transformers_version"
     ),
     "a token id, or a list of them": (
         "begin_suppress_tokens eos_token_id forced_eos_token_id suppress_tokens"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxspec.configs.base import LayerType, layer_types_of
@@ -85,11 +85,7 @@ _OTHER_LAYER_KEYS = (
 _OTHER_KEYS = (
     *("aux_hidden_state_layer_ids", "dflash_config", "draft_vocab_size", "is_causal"),
     *("layer_types", "sliding_window", "sliding_window_non_causal", LAYER, METHOD),
-    *("speculators_config", "speculators_version"),
-)
-_OF_TRAINING = (
-    *("auf", "emb_dim", "gru_hidden_dim", "has_no_defaults_at_init", "lambda_base_decay_ratio"),
-    *("lambda_base_start", "max_anchors", "num_anchors", "pure_draft_prefix_len"),
+    "speculators_config",
 )
 _ONLY: dict[str, tuple[Any, ...]] = {
     "projector_type": ("dflash",),
@@ -113,7 +109,6 @@ def read_speculators(
     config: Mapping[str, Any],
     *,
     more: Mapping[str, Sequence[str]] | None = None,
-    unused: Collection[str] = (),
     non_causal: bool = False,
     **defaults: Any,
 ) -> ConfigT:
@@ -121,7 +116,6 @@ def read_speculators(
 
     Args:
       more: for fields that `cls` has beyond `DFlashConfig`, the keys that may have them.
-      unused: keys that training alone reads.
       non_causal: what `sliding_window_non_causal` is where the file does not say.
       defaults: values of fields that the file may leave out.
 
@@ -136,9 +130,8 @@ def read_speculators(
     with _named_within_layer():
         of_layers, layer_types = _of_layers(cls, layer)
     more = more or {}
-    known = (*_OTHER_KEYS, *_OF_TRAINING, *unused)
     keys = {**_OWN_KEYS, **more}
-    refuse_unknown(config, (*known, *itertools.chain(*keys.values())), only=_ONLY)
+    refuse_unknown(config, (*_OTHER_KEYS, *itertools.chain(*keys.values())), only=_ONLY)
     nested = object_of(config, "dflash_config")
     refuse_unknown(nested, ("causal", "is_causal"), only=_ONLY, within="dflash_config")
     own = read_fields(cls, config, keys, **defaults)
@@ -239,8 +232,8 @@ def _check_num_drafts(config: Mapping[str, Any], own: Mapping[str, Any]) -> None
             f"config.json has {METHOD} = {shown(method)} and speculators_config.algorithm = "
             f"{shown(algorithm)}, which are one thing; take the wrong one out"
         )
-    proposals = about.get("proposal_methods") or ()
-    if not isinstance(proposals, list | tuple) or not all(isinstance(p, dict) for p in proposals):
+    proposals = about.get("proposal_methods", [])
+    if not isinstance(proposals, list) or not all(isinstance(p, dict) for p in proposals):
         raise ConfigError("config.json: speculators_config.proposal_methods must hold objects")
     limit = own["block_size"] - (not own["sample_from_anchor"])
     for proposal in proposals:

@@ -32,6 +32,7 @@ from tests.checkpoints_convert.hf_layout import (
     TINY_ASSISTANTS,
 )
 from tests.configs.test_configs import as_transformers_saves
+from tests.drafters import test_dflash2, test_dspark, test_speculators
 from tests.tools.fuzzing import mutate
 from tests.tools.fuzzing.outcomes import Case, Fault, Outcome, judge
 from tests.weights.test_qwen3 import GENERATION as QWEN3_GENERATION
@@ -50,6 +51,7 @@ TARGET_GENERATION = {
     "repetition_penalty": 1.0,
 }
 EITHER = ("eos_token_id", "causal", "is_causal", "rope_theta")  # of either type
+EITHER += tuple(key for key, kind in KIND_OF.items() if kind == "a number")
 NO_FIELDS = (  # read, but of no field of a config; or 0 says what the file would say without it
     *("model_type", "architectures", "source", "revision", "skipped"),
     *("num_kv_shared_layers", "num_window_keys", "bos_token_id", "pad_token_id", *KIND_OF),
@@ -214,15 +216,27 @@ def changed(before: Any, after: Any) -> dict[str, Any]:
 MAY_BE_ZERO = {
     *("num_kv_shared_layers", "per_layer_input_size", "per_layer_vocab_size", "num_experts"),
     *("num_experts_per_token", "expert_intermediate_size", "num_centroids", "num_top_centroids"),
-    *("mask_token_id",),
+    *("mask_token_id", "markov_rank"),
 }
-FLAGS = {"k_eq_v", "double_wide_mlp", "tied_head", "scale_embeddings"}
+FLAGS = {
+    *("k_eq_v", "double_wide_mlp", "tied_head", "scale_embeddings", "own_embedding", "own_head"),
+    *("sample_from_anchor", "window_from_anchor", "confidence", "confidence_with_markov"),
+    "gemma_layers",
+}
+MAY_BE_NONE = {
+    *("final_logit_softcap", "sliding_window", "num_target_layers", "draft_vocab_size"),
+    "target_hidden_size",
+}
 FLOATS = {
     "rms_norm_eps": (1e-30, 1),
     "rope_theta": (1, 1e20),
     "full_rope_theta": (1, 1e20),
     "full_partial_rotary_factor": (1e-9, 1),
     "full_rope_factor": (1e-3, 1e6),
+    "rope_factor": (1e-3, 1e6),
+    "rotary_factor": (1e-9, 1),
+    "input_embedding_scale": (1e-3, 1e6),
+    "output_multiplier": (1e-3, 1e6),
     "final_logit_softcap": (1e-3, 1e20),
 }
 
@@ -231,7 +245,7 @@ def complaints(c: Any) -> Iterator[str]:
     """Yield what makes no sense in a config."""
     for field in dataclasses.fields(c):
         name, value = field.name, getattr(c, field.name)
-        if value is None and name in ("final_logit_softcap", "sliding_window"):
+        if value is None and name in MAY_BE_NONE:
             continue
         if name in FLAGS:
             if type(value) is not bool:
@@ -249,10 +263,16 @@ def complaints(c: Any) -> Iterator[str]:
         elif name == "feature_layers":
             if not value or any(type(i) is not int or i < 0 for i in value):
                 yield f"feature_layers is {str(value)[:50]}"
-            elif max(value) > c.num_target_layers - 2:
+            elif c.num_target_layers and max(value) > c.num_target_layers - 2:
                 yield "feature_layers beyond the target"
         elif name == "suppress_tokens":
             yield from ids_of(c, c.vocab_size)
+        elif name == "container":
+            if value not in ("z-lab", "speculators", "DeepSpec", "ModelOpt"):
+                yield f"container is {value!r}"
+        elif name == "markov_head_type":
+            if value not in ("vanilla", "gated", "rnn"):
+                yield f"markov_head_type is {value!r}"
         elif name == "query_position":
             if value not in ("last", "next"):
                 yield f"query_position is {value!r}"
@@ -318,6 +338,8 @@ def _bases(directory: Path) -> Iterator[Base]:
         ("qwen3", tied, qwen3_shapes(tied), TARGET_GENERATION),
         ("qwen3-8b", qwen3_released("qwen3-8b"), None, QWEN3_GENERATION),
     ]
+    gemma = {k: v for k, v in test_dspark.GEMMA.items() if k != "head_dim"}  # of sliding layers
+    gemma["num_key_value_heads"] = gemma["num_global_key_value_heads"]
     drafter, assistant = hf_layout.TINY_DRAFTER, TINY_ASSISTANTS["e2b"]
     drafting = {"num_assistant_tokens": 4, "suppress_tokens": [5, 7]}
     drafters: list[tuple[str, dict[str, Any], hf_layout.Shapes | None, dict[str, Any]]] = [
@@ -325,6 +347,14 @@ def _bases(directory: Path) -> Iterator[Base]:
         ("z-lab", DRAFTERS["qwen3-8b"], None, {}),
         ("mtp", assistant, hf_layout.assistant_shapes(assistant), drafting),
         ("mtp-12b", ASSISTANTS["12b"], None, drafting),
+        ("speculators", test_speculators.CONFIG, None, {}),
+        ("dflash2", test_dflash2.ZLAB, None, {}),
+        ("speculators-dflash2", test_dflash2.SPECULATORS, None, {}),
+        ("speculators-dspark", test_dspark.SPECULATORS, None, {}),
+        ("specforge", test_dspark.SPECFORGE, None, {}),
+        ("modelopt", test_dspark.MODELOPT, None, {}),
+        ("deepspec", test_dspark.DEEPSPEC, None, {}),
+        ("deepspec-gemma", gemma, None, {}),
     ]
     for name, config, shapes, generation in (*targets, *drafters):
         path = directory / name
