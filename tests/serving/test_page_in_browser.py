@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
+import jaxspec
+from tests import tiny_photo
 from tests.serving.conftest import Live
 from tests.serving.scripted import LENGTHS
+from tests.serving.test_images import part, serve, url, user
 from tests.text.chat.models import QWEN
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -111,6 +115,70 @@ def test_markup_is_text_and_accepted_drafts_are_coloured(scripted: Any, look: Op
     page.get_by_label("Colour accepted drafts").uncheck()
     plain = steps[1].locator("span").first
     assert plain.evaluate("e => getComputedStyle(e).backgroundColor") == "rgba(0, 0, 0, 0)"
+
+
+TAKE = """(target, [data, kind]) => {
+    const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([bytes], "photo.png", { type: "image/png" }));
+    const options = { bubbles: true, cancelable: true };
+    const event = kind === "paste"
+        ? new ClipboardEvent("paste", { ...options, clipboardData: transfer })
+        : new DragEvent("drop", { ...options, dataTransfer: transfer });
+    target.dispatchEvent(event);
+}"""
+
+
+@pytest.fixture(scope="module")
+def with_vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    pytest.importorskip("PIL", reason="images need Pillow")
+    target = tiny_photo.write_target(tmp_path_factory.mktemp("photo") / "target")
+    for live in serve(jaxspec.load(str(target))):
+        for parts in ([part(url())] * 2, ["the c"]):  # the page waits for no compiler
+            live.post("/v1/chat/completions", messages=[user(*parts, "a b")], max_tokens=4)
+        yield live
+
+
+def test_images_are_pasted_and_dropped_and_shown(with_vision: Live, look: Open) -> None:
+    page = look(with_vision)
+    data = base64.b64encode(tiny_photo.png()).decode()
+    waiting = page.get_by_role("group", name="Images of the message")
+    assert not waiting.is_visible()
+    for kind in ("paste", "drop", "drop"):
+        page.locator("#prompt").evaluate(TAKE, [data, kind])
+    expect(waiting.locator("img")).to_have_count(3)
+    waiting.locator("button").first.click()
+    expect(waiting.locator("img")).to_have_count(2)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "a b")
+    done(page)
+    (message,) = sent.value.post_data_json["messages"]
+    assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
+    sent_url = message["content"][0]["image_url"]["url"]
+    assert sent_url == f"data:image/png;base64,{data}"
+    assert not waiting.is_visible()
+    shown = page.locator("article.user img")
+    assert shown.count() == 2
+    assert shown.first.evaluate("image => image.naturalWidth") == 30
+    page.get_by_role("button", name="New chat").click()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "the c")
+    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "the c"}]
+    done(page)
+
+
+def test_an_image_that_is_refused_waits_for_another_try(live: Live, look: Open) -> None:
+    """The server of this model reads text alone, and says so."""
+    pytest.importorskip("PIL", reason="images need Pillow")
+    page = look(live, allowed="400")
+    page.locator("#prompt").evaluate(TAKE, [base64.b64encode(tiny_photo.png()).decode(), "paste"])
+    waiting = page.get_by_role("group", name="Images of the message")
+    expect(waiting.locator("img")).to_have_count(1)
+    page.get_by_label("Message", exact=True).press("Enter")
+    expect(page.locator(".end.wrong")).to_contain_text("the target reads text alone")
+    expect(waiting.locator("img")).to_have_count(1)
+    page.get_by_role("button", name="New chat").click()
+    assert not waiting.is_visible()
 
 
 def test_the_live_picture(scripted: Any, look: Open) -> None:

@@ -14,6 +14,7 @@ const ENDS = { length: "It came to its limit of tokens.", tool_calls: "It waits 
 const live = new Live();
 let model = null; // as /v1/models has it
 let conversation = []; // messages, without the system's
+let images = []; // of the next message, as data URLs
 let stopping = null; // the AbortController of the running request
 let settings = load();
 
@@ -87,17 +88,22 @@ function maxTokens() {
 
 async function send() {
   const text = $("prompt").value;
-  if (!text.trim() || stopping) return;
   const mine = conversation;
   const mode = new FormData($("ask")).get("mode");
+  const seen = mode === "chat" ? images : []; // a text that is continued has none
+  if ((!text.trim() && !seen.length) || stopping) return;
   const asked = message("user", mode === "chat" ? "You" : "Text");
   asked.classList.toggle("raw", mode === "text");
+  if (seen.length) asked.append(pictures(seen));
   asked.append(make("div", "text", text));
   show(asked);
   $("prompt").value = "";
+  if (seen.length) showImages([]);
   let reply;
   if (mode === "chat") {
-    conversation.push({ role: "user", content: text });
+    const parts = seen.map((url) => ({ type: "image_url", image_url: { url } }));
+    if (text.trim()) parts.push({ type: "text", text });
+    conversation.push({ role: "user", content: seen.length ? parts : text });
     reply = await chat();
   } else {
     reply = await run("v1/completions", { prompt: text, max_tokens: maxTokens() });
@@ -105,7 +111,51 @@ async function send() {
   if (!reply) {
     if (mode === "chat") mine.pop();
     if (!$("prompt").value) $("prompt").value = text; // to be sent again
+    if (!images.length) showImages(seen);
   }
+}
+
+// --- images ------------------------------------------------------------------------------------------
+
+/** Add the images among dropped or pasted files to the next message. */
+function addImages(event, { files }) {
+  const chosen = [...files].filter((file) => file.type.startsWith("image/"));
+  if (!chosen.length) return;
+  event.preventDefault();
+  for (const file of chosen) {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => showImages([...images, reader.result]));
+    reader.readAsDataURL(file);
+  }
+}
+
+/** Set the images of the next message, and show each as a button that takes it away. */
+function showImages(urls) {
+  images = urls;
+  $("images").hidden = !images.length;
+  $("images").replaceChildren(
+    ...images.map((url, index) => {
+      const button = make("button", "picture");
+      button.type = "button";
+      button.title = "Take it away";
+      button.append(picture(url, index));
+      button.addEventListener("click", () => showImages(images.filter((_, i) => i !== index)));
+      return button;
+    }),
+  );
+}
+
+function picture(url, index) {
+  const image = make("img");
+  image.src = url;
+  image.alt = `Image ${index + 1}`;
+  return image;
+}
+
+function pictures(urls) {
+  const row = make("div", "pictures");
+  row.append(...urls.map(picture));
+  return row;
 }
 
 /** Ask for the results of the called tools, and go on with them. */
@@ -177,6 +227,7 @@ function scroll() {
 function clear() {
   stopping?.abort();
   conversation = [];
+  showImages([]);
   for (const article of $("messages").querySelectorAll("article")) article.remove();
   $("welcome").hidden = false;
   live.clear();
@@ -295,6 +346,13 @@ $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   send();
+});
+$("prompt").addEventListener("paste", (event) => addImages(event, event.clipboardData));
+document.addEventListener("dragover", (event) => {
+  if (event.dataTransfer.types.includes("Files")) event.preventDefault(); // else the browser opens the file
+});
+document.addEventListener("drop", (event) => {
+  if (!document.querySelector("dialog[open]")) addImages(event, event.dataTransfer);
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) stopping?.abort();
