@@ -114,6 +114,10 @@ class DraftLengthController:
         self._call = choice.length, is_new, self.runtime.timings.compile_s, len(running)
         return choice
 
+    def skip(self) -> None:
+        """Learn nothing from the next call, whose time is not that of a usual one."""
+        self._call = None
+
     def _log_change(self, chooser: Chooser, rows: int) -> None:
         """Log that drafting has stopped or started since the last such line."""
         drafts = chooser.current > 0

@@ -55,7 +55,7 @@ from jaxspec.options import (
     at_least,
 )
 from jaxspec.runtime import memory
-from jaxspec.runtime.prefill import Shapes, bucket, slots_on
+from jaxspec.runtime.prefill import Shapes, bucket, on_cpu, slots_on
 from jaxspec.runtime.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
@@ -110,7 +110,8 @@ class Engine:
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
       steps_per_return: most decode steps between returns to the host.
       max_prefill_tokens: prompt tokens, padding included, that are prefilled before rows decode on;
-        at least one pass. None: those of all prompts that have slots.
+        at least one pass. A decode call between two such passes has one step. None: those of a
+        full pass on a GPU, 2,048 or 4,096; on a CPU those of all prompts that have slots.
       read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while
         all slots are taken. A free slot then goes on at once. None: as many as keep passes full on
         a GPU, fewer if memory is short; none with one slot, on a CPU, on a mesh with a data axis,
@@ -225,6 +226,8 @@ class Engine:
         )
         self.draft_length = DraftLengthController(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
+        if max_prefill_tokens is None and not on_cpu(mesh):
+            max_prefill_tokens = self.runtime.shapes.full
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._prefixes: Store | None = None

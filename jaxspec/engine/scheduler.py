@@ -62,6 +62,7 @@ class Scheduler:
         )
         self._is_busy = False  # with a launched call
         self._prefill_tokens = 0  # since rows decoded, padding included
+        self._has_deferred = False  # the next pass, for one decode call
 
     def step(self, max_steps: int) -> list[Update | Completion]:
         """Wait for the running call, launch the next one, and return the events of the first.
@@ -199,15 +200,26 @@ class Scheduler:
         """Return whether the next call is a prefill pass. Rows that decode wait for it."""
         if not self._planner.pending or not self.running:
             return bool(self._planner.pending)
-        limit, done = self.max_prefill_tokens, self._prefill_tokens
-        if limit is not None and done and done + self._planner.next_tokens > limit:
+        if self._is_past_limit():
+            return False
+        # A pass takes about as long for few prompts as for all that fill it. While others wait for
+        # rows to end, a pass that is not full waits for them, for one call.
+        left = self._planner.num_left
+        if self.waiting and left < self.runtime.shapes.full and not self._has_deferred:
+            self._has_deferred = True
             return False
         # Rows that are prefilled ahead wait for others to end. An eighth of the rows ahead is kept ready.
         ahead = self.runtime.read_ahead
         return not ahead or len(self._ready) < max(1, ahead // 8)
 
+    def _is_past_limit(self) -> bool:
+        """Return whether rows decode on before the next pass, though prompts are pending."""
+        limit, done = self.max_prefill_tokens, self._prefill_tokens
+        return limit is not None and done > 0 and done + self._planner.next_tokens > limit
+
     def _prefill(self) -> None:
         """Launch a prefill pass."""
+        self._has_deferred = False
         chunk, ended = self._planner.next_chunk()
         self._prefill_tokens += chunk.tokens.size
         slots, self._is_busy = self.slots, True
@@ -229,9 +241,13 @@ class Scheduler:
             until_active = max(0, active - max(1, runtime.batch_size // 16))
         elif not runtime.read_ahead and self.waiting and not self._planner.pending:
             until_active = max(0, active + len(slots.free) - self._min_free_slots)
+        is_between_passes = bool(self._planner.pending) and self._is_past_limit()
         self._prefill_tokens, self._is_busy = 0, True
         requests = [row.request for slot in self.running if (row := slots.rows[slot])]
         steps, length = self.draft_length.next(requests, max_steps)
+        if is_between_passes:
+            steps = 1
+            self.draft_length.skip()
         guided = any(request.grammar is not None for request in requests)
         small_batches = not guided and self.draft_length.has_small_batches(length)
         request = slots.output_request(max_steps)

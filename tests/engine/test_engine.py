@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -471,3 +472,66 @@ def test_what_ended_is_told_after_a_step_that_was_interrupted(
         done |= {e.id: e for e in engine.step() if isinstance(e, Completion)}
     assert done[left].finish_reason == "cancelled"
     assert done[stays].token_ids == c.continuation(1, 4)
+
+
+def test_rows_decode_one_step_between_passes_over_pending_prompts() -> None:
+    """A burst of prompts paused rows that decode for whole calls between two passes, or for all passes."""
+    made = case(NAME).engine("mixed", batch_size=4, max_prefill_tokens=1, steps_per_return=4)
+    made.add(request(case(NAME).prompts[0], NEW_TOKENS))
+    while not made.num_running or not made._scheduler.running:
+        made.step()
+    for prompt in case(NAME).prompts[1:4]:
+        made.add(request(prompt, NEW_TOKENS))
+    calls: list[str] = []
+    scheduler = made._scheduler
+    prefilled, decoded = scheduler._prefill, made.runtime.bind_decode
+    steps: list[int] = []
+
+    def prefill() -> None:
+        calls.append("pass")
+        prefilled()
+
+    def bind(state: Any, output: Any, max_steps: int, *args: Any) -> Any:
+        calls.append("steps")
+        steps.append(max_steps)
+        return decoded(state, output, max_steps, *args)
+
+    scheduler._prefill = prefill  # type: ignore[method-assign]
+    made.runtime.bind_decode = bind  # type: ignore[method-assign]
+    while not made.is_idle:
+        made.step()
+    last = len(calls) - calls[::-1].index("pass")
+    between = calls[calls.index("pass") : last]
+    assert between.count("pass") > 1
+    assert all(pair != ("pass", "pass") for pair in itertools.pairwise(between))
+    first = calls[: calls.index("pass")].count("steps")
+    assert set(steps[first : first + between.count("steps")]) == {1}
+    assert max(steps) == 4
+
+
+def test_a_pass_that_is_not_full_waits_one_call_for_prompts_that_wait() -> None:
+    """Where pages are short, each row that ended let one prompt in, and each had a pass of its own."""
+    made = case(NAME).engine("mixed", batch_size=2, read_ahead=2, steps_per_return=1)
+    scheduler = made._scheduler
+    for i in range(8):
+        made.add(request(case(NAME).prompts[i % 4], NEW_TOKENS, seed=i))
+    kinds: list[tuple[str, bool]] = []
+    prefilled, decoded = scheduler._prefill, scheduler._decode
+
+    def prefill() -> None:
+        full = scheduler._planner.num_left >= made.runtime.shapes.full
+        kinds.append(("pass", full or not scheduler.waiting or not scheduler.running))
+        prefilled()
+
+    def decode(max_steps: int) -> None:
+        kinds.append(("steps", True))
+        decoded(max_steps)
+
+    scheduler._prefill, scheduler._decode = prefill, decode  # type: ignore[method-assign]
+    done = [e for _ in range(400) for e in made.step() if isinstance(e, Completion)]
+    assert len(done) == 8
+    # Before a pass that is not full while others wait, rows decoded.
+    for before, (kind, may_follow) in itertools.pairwise(kinds):
+        if kind == "pass" and not may_follow:
+            assert before[0] == "steps"
+    assert any(kind == "pass" and not may_follow for kind, may_follow in kinds)

@@ -49,6 +49,9 @@ def test_a_shared_pass_has_no_more_tokens_than_rows_may_wait_for() -> None:
     found = [prefill.full_pass(gpu, most) for most in (None, 5000, 2048, 2047, 700, 100)]
     assert found == [2048, 2048, 2048, 1024, 512, 256]
     assert prefill.full_pass(cpu, None) == prefill.SHARED_PREFILL
+    # A mixture of experts reads its weights in the time of many tokens.
+    assert [prefill.full_pass(gpu, most, 1215.0) for most in (None, 4095)] == [4096, 2048]
+    assert prefill.full_pass(cpu, None, 1215.0) == prefill.SHARED_PREFILL
 
 
 def test_slots_are_those_that_were_asked_for() -> None:

@@ -102,8 +102,8 @@ class TraceOptions:
     )
     max_prefill_tokens: int | None = option(
         None,
-        "Prompt tokens, padding included, that are read before rows decode on. Default: all that "
-        "wait.",
+        "Prompt tokens, padding included, that are read before rows decode on. Default: a full pass "
+        "on a GPU, all that wait on a CPU.",
         range=at_least(1),
     )
     read_ahead: int | None = option(
