@@ -17,6 +17,7 @@ import jaxspec
 from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.check.command import check_command
 from jaxspec.commands.convert import convert_command
+from jaxspec.commands.evaluate.command import eval_command
 from jaxspec.commands.generate.command import generate
 from jaxspec.commands.serve.command import serve
 
@@ -107,5 +108,6 @@ def _options(
 app.command("generate", cls=Command)(generate)
 app.command("check", cls=Command)(check_command)
 app.command("bench", cls=Command)(bench_command)
+app.command("eval", cls=Command)(eval_command)
 app.command("convert", cls=Command)(convert_command)
 app.command("serve", cls=Command)(serve)

@@ -43,7 +43,7 @@ class ConvertOptions:
         None, f"Quantise linears and experts. {QUANTIZE}", metavar="FORMAT"
     )
     quantize_head: Quantized | None = option(None, "Also embedding and head.", metavar="FORMAT")
-    target: str | None = option(
+    share_with: str | None = option(
         None,
         "Of a drafter: its target, a Hugging Face directory or hub id. An embedding that equals the "
         "target's to the bit is left out.",
@@ -59,7 +59,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         """Refuse impossible options, with UsageError."""
-        others = self.quantize or self.quantize_head or self.target
+        others = self.quantize or self.quantize_head or self.share_with
         if self.to_hf and (self.dtype or others or self.revision or self.token or self.offline):
             raise UsageError("--to-hf takes no other option: it restores the files as they came")
 
@@ -144,7 +144,7 @@ def convert_command(
                 dtype=options.dtype,
                 quantize=options.quantize,
                 quantize_head=options.quantize_head,
-                target=options.target,
+                target=options.share_with,
                 revision=options.revision,
                 token=options.token,
                 offline=options.offline,

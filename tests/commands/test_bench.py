@@ -594,7 +594,10 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
     ("options", "message"),
     [
         (["--random-weights", "e2b", "--target", "x"], "give no --target"),
-        (["--random-weights", "e2b", "--drafter", "x"], "only mtp, dflash or none"),
+        (
+            ["--random-weights", "e2b", "--drafter", "x"],
+            "only ngram, mtp, dspark, dflash2, dflash or none",
+        ),
         (["--random-weights", "e2b", "--revision", "main"], "no options of the hub"),
         (["--tree-topk", "3", "--num-draft-tokens", "11"], "--tree-depth"),
         (

