@@ -112,8 +112,8 @@ class Gemma4VisionConfig:
     def activation_bytes(self) -> int:
         """An estimate of the bytes of activations for the largest image, in float32."""
         patches = IMAGE_TOKENS[-1] * self.pool_size**2
-        products = 2 * self.intermediate_size + 3 * self.patch_size**2 + self.hidden_size
-        scores = QUERY_BLOCK * self.num_heads
+        products = 2 * self.intermediate_size + 3 * self.patch_size**2 + 6 * self.hidden_size
+        scores = 2 * QUERY_BLOCK * self.num_heads  # and their softmax
         return 4 * patches * (products + scores)
 
     @classmethod

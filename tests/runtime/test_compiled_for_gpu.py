@@ -26,16 +26,19 @@ from jaxspec import state as states
 from jaxspec.cache import Paging, cache_bytes, caches_of, pages_for
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.configs.gemma4_vision import PRESETS as VISION_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.layers import project_gated
+from jaxspec.models.target import ImageTokens
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.options import Drafting, Tree
 from jaxspec.quantised.array import quantise, quantise_in_slices
+from jaxspec.runtime.runtime import embed_images
 from jaxspec.state import DecodeSpec, PrefillChunk
-from jaxspec.weights.define import formats_for, with_kv_dtype
+from jaxspec.weights.define import formats_for, model_def_of, with_kv_dtype
 from jaxspec.weights.draft_head import model_def_with_head
 from jaxspec.weights.model_def import ModelDef
 from pallas_kernels import int8_matmul
@@ -252,10 +255,15 @@ def test_a_loop_over_a_few_of_many_slots_copies_no_cache(
         assert moves_of_caches(hlo, [cache for cache in state.caches if cache is not None]) == []
 
 
-def compile_pass(spec: DecodeSpec, slots: int, rows: int, tokens: int) -> tuple[Any, Any]:
+def compile_pass(
+    spec: DecodeSpec, slots: int, rows: int, tokens: int, *, images: bool = False
+) -> tuple[Any, Any]:
     """Return a compiled pass over `rows` of many slots, and its abstract state.
 
     A pass of more tokens than a draft block has is a chunk of prompts. The others verify drafts.
+
+    Args:
+      images: whether the chunk has some, whose tokens see each other.
     """
     state = jax.eval_shape(
         lambda: states.init_state(
@@ -269,6 +277,10 @@ def compile_pass(spec: DecodeSpec, slots: int, rows: int, tokens: int) -> tuple[
         drafter = None if spec.drafter is None else spec.drafter.abstract_params()
         is_last = jax.ShapeDtypeStruct((rows,), bool)
         chunk = PrefillChunk(of_row, numbers(rows, tokens), of_row, of_row, is_last)  # type: ignore[arg-type]
+        if images:
+            shape = rows, tokens, spec.target.config.hidden_size
+            of_images: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16), numbers(rows, tokens)
+            chunk = dataclasses.replace(chunk, images=ImageTokens(*of_images, two_way=True))
         args = params, drafter, state, chunk
     else:
 
@@ -319,6 +331,33 @@ def test_a_pass_over_a_few_of_many_slots_copies_no_cache(
     if preset == "e4b":  # of the one ring that is lent, those layers get a copy of its four rows
         moves = [move for move in moves if not re.search(r" = \(?bf16\[4,(1,)?2,576,256\]", move)]
     assert moves == []
+
+
+@NEEDS_MOSAIC
+def test_a_pass_with_images_takes_no_more_memory_than_one_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,120 tokens that see each other have a kernel: their scores would take 330 MB a layer."""
+    monkeypatch.setattr("pallas_kernels.attention.capability", lambda: 9.0)
+    spec = small("31b", "none")
+    needed = [
+        compile_pass(spec, 32, 1, 1152, images=images)[0].memory_analysis().temp_size_in_bytes
+        for images in (False, True)
+    ]
+    assert needed[1] < needed[0] + (8 << 20)
+
+
+@pytest.mark.parametrize("preset", ["e4b", "12b", "31b"])
+def test_the_largest_image_takes_no_more_memory_than_is_counted(preset: str) -> None:
+    config = VISION_PRESETS[preset]
+    vision, patches = model_def_of(config, "bfloat16"), 1120 * config.pool_size**2
+    image = (
+        jax.ShapeDtypeStruct((1, patches, 3 * config.patch_size**2), jnp.float32),
+        jax.ShapeDtypeStruct((1, patches, 2), jnp.int32),
+    )
+    run, params = functools.partial(embed_images, vision), vision.abstract_params()
+    compiled = H200.compile(run, params, *image, compiler_options=COMPILER_OPTIONS)
+    assert compiled.memory_analysis().temp_size_in_bytes <= config.activation_bytes
 
 
 def moves_of_caches(hlo: str, caches: list[Any]) -> list[str]:
