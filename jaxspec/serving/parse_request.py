@@ -12,6 +12,7 @@ import dataclasses
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from jaxspec.engine.request import Request, ids_refusal
 from jaxspec.options import FieldError, Range, Sampling
 from jaxspec.runtime.runtime import cache_length_for
 from jaxspec.serving.errors import ApiError, invalid_value
+from jaxspec.serving.fetch import fetch
 from jaxspec.serving.protocol import (
     NOT_SUPPORTED,
     ChatCompletionRequest,
@@ -37,7 +39,7 @@ from jaxspec.serving.structured_outputs import (
 from jaxspec.state import DecodeSpec
 from jaxspec.text import chat
 from jaxspec.text.chat import rules
-from jaxspec.text.chat.images import place_images, read_images, take_images
+from jaxspec.text.chat.images import MessageImage, place_images, read_images, take_images
 from jaxspec.text.chat.tools import force
 from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.text.images import ImagePatches
@@ -51,6 +53,9 @@ _OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 _OF_REQUEST = ("presence_penalty", "frequency_penalty")
 _PENALTIES = Range("from -2 to 2", lambda x: abs(x) <= 2)
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
+FETCH_S = 10.0
+"""Seconds for all images of a request that are at addresses."""
+_WEB = ("http://", "https://")
 _DECODING = threading.Lock()
 """Images are decoded one at a time: a large one takes some hundred MB."""
 _BIASES = Range("from -100 to 100", lambda x: abs(x) <= 100)
@@ -271,6 +276,8 @@ class ServingModel:
                 "messages",
                 f"have {len(sources)} images; this server takes at most {limit} (--max-images)",
             )
+        if vision is not None:
+            sources = self._fetched(sources)
         with _DECODING if sources else contextlib.nullcontext():
             images = read_images(
                 sources, vision, image_tokens=self.settings.image_tokens, only_data=True
@@ -286,6 +293,25 @@ class ServingModel:
         except TokenizerError as error:
             raise ApiError(400, str(error), param="messages") from None
         return list(place_images(ids, images, vision)), tuple(images)
+
+    def _fetched(self, images: Sequence[MessageImage]) -> list[MessageImage]:
+        """Return images with the bytes of those that are at addresses, if the settings have hosts.
+
+        Raises:
+          FieldError: an address is not allowed, or cannot be fetched.
+        """
+        settings, hosts = self.settings, {host.lower() for host in self.settings.image_host}
+        limits: dict[str, Any] = dict(
+            max_bytes=settings.max_body_mib << 20, end_s=time.monotonic() + FETCH_S
+        )
+
+        def one(image: MessageImage) -> MessageImage:
+            field, source = image
+            if not hosts or not isinstance(source, str) or not source.startswith(_WEB):
+                return image
+            return MessageImage(field, fetch(field, source, hosts, **limits))
+
+        return [one(image) for image in images]
 
     def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> tuple[int, ...]:
         """Return the token ids of a text.

@@ -45,6 +45,12 @@ class Settings:
         64, "Completions of one request, all its prompts together.", range=at_least(1)
     )
     max_images: int = option(16, "Images of one request.", range=at_least(0))
+    image_host: tuple[str, ...] = option(
+        (),
+        "Fetch images of clients from this host, if its addresses are public. Repeatable. Default: "
+        "no addresses, data URLs alone.",
+        metavar="HOST",
+    )
     image_tokens: int | None = option(
         None,
         "The most tokens of each image. Default: the checkpoint's own number, 280 in released ones.",

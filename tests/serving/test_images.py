@@ -13,6 +13,7 @@ import jaxspec
 from jaxspec.api import Pair
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
+from jaxspec.serving import parse_request
 from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.settings import Settings
 from jaxspec.text.images import patches_of
@@ -166,6 +167,29 @@ def test_limits_of_a_request(live: Live) -> None:
     assert "is in a message that is not the user's" in refused.text
     marker = live.post("/v1/chat/completions", messages=[user("<|image|>", part(url()))])
     assert "have 1 images, and 2 placeholders" in marker.text
+
+
+def test_addresses_of_allowed_hosts_are_fetched(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fetch(field: str, url: str, hosts: set[str], **limits: Any) -> bytes:
+        asked.append((field, url, hosts, limits["max_bytes"]))
+        return tiny_photo.png()
+
+    monkeypatch.setattr(parse_request, "fetch", fetch)
+    address = "https://photos.example/a.png"
+    for live in serve(pair, image_host=("Photos.example",)):
+        body = dict(max_tokens=8, temperature=0, ignore_eos=True)
+        replies = [
+            live.post("/v1/chat/completions", messages=[user(part(source), "a")], **body).json()
+            for source in (address, url())
+        ]
+        texts = [reply["choices"][0]["message"]["content"] for reply in replies]
+        assert texts[0] == texts[1]
+    field = "messages[0].content[0].image_url.url"
+    assert asked == [(field, address, {"photos.example"}, 8 << 20)]
 
 
 def test_a_server_of_text_says_so(directory: Path) -> None:

@@ -167,7 +167,7 @@ def read_images(
 def _resolved(image: MessageImage, directory: Path | None, only_data: bool) -> ImageSource:
     """Return the bytes of a data URL, or the path of a file within a directory."""
     field, source = image
-    if not isinstance(source, str) and only_data:
+    if not isinstance(source, str | bytes) and only_data:
         raise ImageError(field, f"is {shown(source)}; expected a data URL")
     if isinstance(source, str) and source[:5].lower() == "data:":
         head, comma, data = source.partition(",")
@@ -181,7 +181,7 @@ def _resolved(image: MessageImage, directory: Path | None, only_data: bool) -> I
         raise ImageError(
             field, f"is the address {shown(source)}; addresses are not fetched: give a data URL"
         )
-    if only_data:
+    if only_data and isinstance(source, str):
         raise ImageError(field, f"is {shown(source)}; expected a data URL: data:image/png;base64,…")
     if directory is None or not isinstance(source, str | Path):
         return source
