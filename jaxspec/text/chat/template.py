@@ -8,6 +8,7 @@ would leave out is refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,11 +108,13 @@ class _Made:
     """A call of the history.
 
     Attributes:
+      id: as the client gave it; None if it gave none. `call` has an id of its own.
       owner: number of the message that makes it.
       cut: text of its arguments, if they are cut.
     """
 
     call: dict[str, Any]
+    id: str | None
     owner: int
     cut: str | None
     is_answered: bool = False
@@ -120,14 +123,19 @@ class _Made:
 def _paired(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which the results of tools follow directly behind their calls.
 
-    A call whose arguments are cut becomes text of its message, unless it has a result.
+    A call whose arguments are cut becomes text of its message, unless it has a result. Clients may give several
+    calls one id. Templates would then show the result of the first for all, so ids are made to differ.
     """
     made: list[_Made] = []
+    ids: set[str] = set()
     results: dict[int, list[int]] = {}  # numbers of messages, by the owner of their calls
     for number, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
-            call.setdefault("id", f"call_{len(made)}")
-            made.append(_Made(call, number, call.pop("cut", None)))
+            id = call.get("id")
+            if id is None or id in ids:
+                call["id"] = next(n for i in itertools.count() if (n := f"call_{i}") not in ids)
+            ids.add(call["id"])
+            made.append(_Made(call, id, number, call.pop("cut", None)))
         if message["role"] == "tool" and (answered := _call_of(message, made)) is not None:
             answered.is_answered = True
             message["tool_call_id"] = answered.call["id"]
@@ -142,9 +150,11 @@ def _paired(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _call_of(result: Mapping[str, Any], made: Sequence[_Made]) -> _Made | None:
-    """Return the call that a result answers: the newest of its id, else the first that waits."""
+    """Return the call that a result answers: of its id in the newest message, else the first that waits."""
     if (wanted := result.get("tool_call_id")) is not None:
-        return next((one for one in reversed(made) if one.call["id"] == wanted), None)
+        same = [one for one in made if one.id == wanted]
+        newest = [one for one in same if one.owner == same[-1].owner]
+        return next((one for one in newest if not one.is_answered), same[-1] if same else None)
     name = result.get("name")
     for one in made:
         if not one.is_answered and name in (None, one.call["function"]["name"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from typing import Any
 
 import pytest
@@ -155,6 +156,20 @@ def test_results_follow_their_calls() -> None:
             assert "b c" in rendered
         assert told in text_of(GEMMA, history)
     assert text_of(GEMMA, [USER, called("{}"), hurry, answer]).index("b c") < 130
+
+
+def test_calls_may_share_an_id() -> None:
+    """Clients number the calls of each reply anew, or give all the same. The first result stood for all."""
+    twice = called("{}")
+    twice["tool_calls"] = [dict(twice["tool_calls"][0], id=""), dict(twice["tool_calls"][0], id="")]
+    one, two = (result(text, tool_call_id="1") for text in ("b c", "c b"))
+    for history in (
+        [USER, called("{}"), one, called("{}"), two, USER],
+        [USER, called("{}"), one, {"role": "assistant", "content": "a"}, USER, called("{}"), two],
+        [USER, twice, one | {"tool_call_id": ""}, two | {"tool_call_id": ""}, USER],
+    ):
+        assert re.findall('value:<.".>(b c|c b)<', text_of(GEMMA, history)) == ["b c", "c b"]
+        assert re.findall("b c|c b", text_of(QWEN, history)) == ["b c", "c b"]
 
 
 def test_results_without_ids_are_those_of_the_calls_in_order() -> None:
