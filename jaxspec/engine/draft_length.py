@@ -130,10 +130,11 @@ class DraftLengthController:
         known = {v: speed for v, speed in speeds.items() if speed is not None}
         best = max(known, key=lambda v: known[v], default=chooser.full)
         LOG.info(
-            "drafting %s: with %d rows, %s tokens/s a row without drafts and %s with %d verified, of "
+            "drafting %s: with %d row%s, %s tokens/s a row without drafts and %s with %d verified, of "
             "which %.1f are accepted; choose_length=never keeps drafting",
             "starts" if drafts else "stops",
             rows,
+            "" if rows == 1 else "s",
             "unknown" if plain is None else f"{plain:.0f}",
             f"{known[best]:.0f}" if known else "unknown",
             best,

@@ -374,9 +374,7 @@ def test_the_log_says_when_drafting_stops_and_starts(
     with caplog.at_level("INFO", "jaxspec.engine"):
         assert lines_after(4, 1) == []
         (stopped,) = lines_after(0, 1)
-        assert stopped.startswith(
-            "drafting stops: with 1 rows, 2 tokens/s a row without drafts and"
-        )
+        assert stopped.startswith("drafting stops: with 1 row, 2 tokens/s a row without drafts and")
         assert "choose_length=never" in stopped
         assert lines_after(4, 1) == lines_after(0, 1) == []  # at most one a minute
         assert lines_after(0, 60) == []
