@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
         """End the requests that are left, and say how many."""
         if number := self._engine.num_live:
             self.num_unfinished = max(self.num_unfinished, number)
-            LOG.warning("%d requests were not finished", number)
+            LOG.warning("%d request%s not finished", number, " was" if number == 1 else "s were")
         self._engine.close(0)
 
 

@@ -229,7 +229,7 @@ def test_what_does_not_end_in_time_is_told_so(
     assert text.endswith("data: [DONE]\n\n") == stream
     running.thread.join(20)
     assert running.server.num_unfinished == 1
-    assert "1 requests were not finished" in caplog.text
+    assert "1 request was not finished" in caplog.text
     assert not running.thread.is_alive()
 
 
