@@ -67,7 +67,8 @@ class _Schemas:
         if "null" in kinds and len(kinds) > 1:
             kinds.remove("null")
             schema["nullable"] = True
-        guess = "object" if "properties" in schema else "array" if "items" in schema else None
+        is_array = "items" in schema or "prefixItems" in schema
+        guess = "object" if "properties" in schema else "array" if is_array else None
         if kinds or guess:
             schema["type"] = " | ".join(kinds) or guess
         if enum and schema.get("type") != "string" and not is_item:
@@ -80,6 +81,13 @@ class _Schemas:
                 schema["properties"] = {n: self._described(m, within) for n, m in members.items()}
             if isinstance(values, Mapping) and values:
                 notes.append(f"Other values: {_json(self._described(values, within))}.")
+            if isinstance(named := schema.get("patternProperties"), Mapping) and not is_item:
+                described = {name: self._described(m, within) for name, m in named.items()}
+                notes.append(f"Values by pattern of their names: {_json(described)}.")
+        places = schema.get("prefixItems", schema.get("items"))
+        if isinstance(places, list) and not is_item:
+            described = [self._described(place, within, is_item=True) for place in places]
+            notes.append(f"Items in order: {_json(described)}.")
         if isinstance(schema.get("items"), Mapping):
             schema["items"] = self._described(schema["items"], within, is_item=True)
         return schema, notes
@@ -128,7 +136,8 @@ class _Schemas:
                 elif reference in within:
                     name = reference.rpartition("/")[2] or "the parameters"
                     part.setdefault("description", f"The same form as {name}.")
-                    part.setdefault("type", "object")
+                    if part.setdefault("type", "object") == "object":
+                        part.setdefault("properties", {})
                 else:
                     within = (*within, reference)
                     todo.append(self._find(reference))

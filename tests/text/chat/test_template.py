@@ -235,6 +235,14 @@ DECLARATIONS: list[tuple[Any, str]] = [
         '<|"|>c<|"|>],nullable:true,type:STRING}',
     ),
     ({"allOf": [{"$ref": "#/$defs/Place"}]}, "properties:{city:{"),
+    (
+        {"prefixItems": [{"type": "integer"}, {"$ref": "#/$defs/Size"}]},
+        '<|"|>Items in order: [{"type": "integer"}, {"type": "string", "enum": ["b", "c"]}].<|"|>,type:ARRAY}',
+    ),
+    (
+        {"type": "object", "patternProperties": {"^a": {"enum": [1]}}},
+        '{"^a": {"enum": [1], "type": "integer", "description": "One of: 1."}}.<|"|>,properties:{}',
+    ),
     ({"enum": [1, 2]}, 'description:<|"|>One of: 1, 2.<|"|>,type:INTEGER}'),
     (
         {"type": "integer", "enum": [1, None], "description": "n"},
