@@ -22,8 +22,9 @@ from jaxspec.commands.generate.command import generate
 from jaxspec.commands.serve.command import serve
 
 OTHER_NAMES = {
-    "--target target source": "--model --model-path --model-id --pretrained --checkpoint",
-    "target source": "--target",
+    "--target target": "--model --model-path --model-id --pretrained --checkpoint",
+    "source": "--model --model-path --model-id --pretrained --checkpoint",
+    "target": "--target",
     "drafter": "--drafter",
     "--drafter drafter": "--draft-model --speculative-model --assistant-model --spec-model",
     "--num-draft-tokens": "--num-speculative-tokens --num-assistant-tokens --draft-max --spec-tokens",
