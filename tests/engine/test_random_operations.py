@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec import cache
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.prefix_cache import pool, store
 from jaxspec.engine.request import Completion, Update
-from tests.cases import NEW_TOKENS, case, request
+from tests.cases import CACHE_LENGTH, NEW_TOKENS, case, request
 
 NAME = "31b"
 SLOTS = 3
@@ -130,19 +131,25 @@ SOME_PREFIXES = 3  # that the store has room for, on the device and in host memo
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "BLOCK", 4)
+    monkeypatch.setattr(cache, "PAGE", 4)
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 
-def engine_of(drafter: str | None, read_ahead: int, most: int | None, stored: bool) -> Engine:
+def engine_of(
+    drafter: str | None, read_ahead: int, most: int | None, stored: bool, *, paged: bool = False
+) -> Engine:
     """Return an engine, the same one for the same options. A lone row has a program of its own where that can be.
 
     Args:
       stored: with a store of prefixes, from which most are evicted.
+      paged: with pages for a little more than one whole row.
     """
-    key = drafter, read_ahead, most, stored
+    key = drafter, read_ahead, most, stored, paged
     if key not in ENGINES:
         options: dict[str, Any] = dict(batch_size=SLOTS, steps_per_return=2)
         options |= dict(read_ahead=read_ahead, max_prefill_tokens=most)
+        if paged:
+            options["cache_tokens"] = CACHE_LENGTH + 10
         made = case(NAME).engine(drafter, **options)
         if stored:
             nbytes = SOME_PREFIXES * pool.min_bytes(made.runtime)
@@ -172,6 +179,8 @@ def go_through(trial: Trial, count: int, seed: int) -> None:
             case _:
                 trial.step()
     trial.finish()
+    if (pages := trial.engine._scheduler.slots.pages) is not None:
+        pages.check()
 
 
 @settings(max_examples=6, deadline=None)
@@ -180,20 +189,22 @@ def go_through(trial: Trial, count: int, seed: int) -> None:
     drafter=st.sampled_from([None, "mixed"]),
     read_ahead=st.sampled_from([0, 2]),
     most=st.sampled_from([None, 1]),
-    stored=st.booleans(),
+    kind=st.sampled_from(["whole rows", "stored prefixes", "pages"]),
 )
 def test_random_operations(
-    seed: int, drafter: str | None, read_ahead: int, most: int | None, stored: bool
+    seed: int, drafter: str | None, read_ahead: int, most: int | None, kind: str
 ) -> None:
-    go_through(Trial(engine_of(drafter, read_ahead, most, stored)), 60, seed)
+    stored, paged = kind == "stored prefixes", kind == "pages"
+    go_through(Trial(engine_of(drafter, read_ahead, most, stored, paged=paged)), 60, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("read_ahead", [0, 2])
-@pytest.mark.parametrize("stored", [False, True])
-def test_ten_thousand_operations(read_ahead: int, stored: bool) -> None:
-    """They neither leak slots nor memory."""
-    engine = engine_of("mixed", read_ahead, None, stored)
+@pytest.mark.parametrize("kind", ["whole rows", "stored prefixes", "pages"])
+def test_ten_thousand_operations(read_ahead: int, kind: str) -> None:
+    """They neither leak slots nor memory nor pages."""
+    stored, paged = kind == "stored prefixes", kind == "pages"
+    engine = engine_of("mixed", read_ahead, None, stored, paged=paged)
     trial = Trial(engine)
     go_through(trial, 1000, seed=0)
     engine.target_params = engine.target_params  # empties the store, with what is in host memory
