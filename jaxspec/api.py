@@ -30,8 +30,8 @@ from jaxspec.options import Drafting, FieldError, Sampling, as_record, at_least,
 from jaxspec.rollout.batch import check_ids, is_conversation, is_one, is_sequence
 from jaxspec.runtime.prefill import bucket
 from jaxspec.runtime.runtime import Programs
-from jaxspec.text.chat.images import EncodedPrompt, encode_conversation
 from jaxspec.text.grammars import Grammar, GrammarTokens
+from jaxspec.text.image_prompts import EncodedPrompt, encode_conversation
 from jaxspec.tokenizer import (
     TextStream,
     Tokenizer,

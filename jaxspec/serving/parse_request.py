@@ -39,9 +39,9 @@ from jaxspec.serving.structured_outputs import (
 from jaxspec.state import DecodeSpec
 from jaxspec.text import chat
 from jaxspec.text.chat import rules
-from jaxspec.text.chat.images import MessageImage, place_images, read_images, take_images
 from jaxspec.text.chat.tools import force
 from jaxspec.text.grammars import Grammar, GrammarTokens
+from jaxspec.text.image_prompts import MessageImage, place_images, read_images, take_images
 from jaxspec.text.images import ImagePatches
 from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from jaxspec.commands.generate.options import DecodingOptions, TextOptions
 from jaxspec.commands.options import UsageError, as_flag, read_text
 from jaxspec.options import SEEDS, FieldError, Sampling, at_least
-from jaxspec.text.chat.images import EncodedPrompt, encode_conversation
+from jaxspec.text.image_prompts import EncodedPrompt, encode_conversation
 from jaxspec.tokenizer import Tokenizer, refuse_empty
 
 KINDS = ("prompt", "prompt_ids", "messages")

@@ -20,8 +20,8 @@ from jaxspec.commands.generate.prompts import PromptInput, encode
 from jaxspec.commands.options import UsageError, as_flag, idle_when_greedy, note
 from jaxspec.engine.request import Request
 from jaxspec.options import FieldError, Sampling, in_python
-from jaxspec.text.chat.images import EncodedPrompt
 from jaxspec.text.grammars import Grammar, GrammarTokens
+from jaxspec.text.image_prompts import EncodedPrompt
 from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
 from jaxspec.weights.loading import LoadedModel
 

@@ -15,11 +15,14 @@ from typing import Any
 
 from jaxspec.options import FieldError, shown
 from jaxspec.text.chat.declarations import for_gemma
-from jaxspec.text.chat.images import IMAGE_KINDS, PART
 from jaxspec.text.chat.parser import GEMMA4, format_of
 from jaxspec.text.chat.values import begun_object
 from jaxspec.text.strict_json import NotFinite, strict_json
 from jaxspec.tokenizer import Tokenizer, TokenizerError
+
+PART = {"type": "image"}
+"""An image as chat templates know it."""
+IMAGE_KINDS = ("image", "image_url", "input_image")
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -60,7 +63,7 @@ def render(
 
     Args:
       messages: the list of a request to /v1/chat/completions, as it came. Content is text, or a
-        list of text parts, which are joined by newlines. In a user's message `images.PART` may
+        list of text parts, which are joined by newlines. In a user's message `PART` may
         stand among them, where `images.take_images` left it. Earlier replies may have `reasoning`.
       tools: `choose(...).tools`.
       add_generation_prompt: whether the model's turn begins at the end.
@@ -269,7 +272,9 @@ def _part(field: str, part: Any) -> str:
         return _string(f"{field}.text", part.get("text"))
     if kind is None:
         raise FieldError(field, f"is {shown(part)}; expected a part with type and text")
-    way_out = "images.take_images takes it out first" if kind in IMAGE_KINDS else "expected text"
+    way_out = (
+        "image_prompts.take_images takes it out first" if kind in IMAGE_KINDS else "expected text"
+    )
     raise FieldError(f"{field}.type", f"is {shown(kind)}; {way_out}")
 
 

@@ -16,12 +16,10 @@ import numpy as np
 
 from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
 from jaxspec.options import FieldError, shown
+from jaxspec.text.chat.template import IMAGE_KINDS, PART
 from jaxspec.text.images import ImageError, ImagePatches, ImageSource, patches_of, read_image
 from jaxspec.tokenizer import Tokenizer
 
-PART = {"type": "image"}
-"""An image as chat templates know it."""
-IMAGE_KINDS = ("image", "image_url", "input_image")
 _LATER = ("audio", "input_audio", "audio_url", "video", "video_url", "input_video")
 _NAMES = ("image", "image_url", "url", "path")
 
