@@ -10,6 +10,7 @@ import pytest
 
 import jaxspec
 from jaxspec import Drafting, Engine, FieldError, Generation, OpenEngine, Pair, Sampler, Sampling
+from jaxspec.commands.generate.options import TextOptions
 from jaxspec.commands.generate.prompts import PromptInput, encode
 from jaxspec.registry import presets
 from jaxspec.tokenizer import TokenizerError
@@ -232,7 +233,11 @@ def test_an_empty_text_is_refused_wherever_it_is_given(pair: Pair) -> None:
         lambda: pair.stream(""),
         lambda: pair.encode(""),
         lambda: encode(PromptInput("argument 1", text=""), pair.tokenizer),
-        lambda: encode(PromptInput("argument 1", text=""), chat.tokenizer, chat=True),
+        lambda: encode(
+            PromptInput("argument 1", text=""),
+            chat.tokenizer,
+            options=TextOptions(chat=True),
+        ),
     )
     for call in calls:
         with pytest.raises(
