@@ -177,7 +177,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("drafter", [None, "dflash"])
+@pytest.mark.parametrize("drafter", [pytest.param(None, marks=pytest.mark.slow), "dflash"])
 def test_prompts_that_begin_with_the_same_images_share_them(
     both: Both, drafter: str | None
 ) -> None:

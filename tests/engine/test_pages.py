@@ -20,7 +20,7 @@ CACHE = 120
 SHORT_OF_MEMORY = 200  # tokens of pages: between one and two whole rows
 PAIRS = [(name, drafter) for name in tiny.FEATURE_SETS for drafter in ("dflash", "mtp")]
 PAIRS += [("qwen3-tied", "dflash")]
-QUICK = [("31b", "dflash"), ("e2b", "mtp"), ("26b-a4b", "mtp")]
+QUICK = [("31b", "dflash"), ("e2b", "mtp")]
 
 
 @pytest.fixture(autouse=True)
