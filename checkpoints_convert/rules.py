@@ -332,14 +332,12 @@ class ConversionPlan:
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _OF_PEFT = "base_model.model."
-_ROOTS = ("model.", "language_model.")
 
 
 def unwrapped(names: Iterable[str], where: str) -> dict[str, str]:
     """Return names without the parts that wrappers of trainers add, by the names as they are.
 
-    Wrappers are those of data parallelism, `torch.compile`, checkpointing of activations, and peft. A part that
-    all names begin with is that of an object which holds the model, as of Lightning.
+    Wrappers are those of data parallelism, `torch.compile`, checkpointing of activations, and peft.
 
     Args:
       where: the name of the checkpoint, for messages.
@@ -357,13 +355,6 @@ def unwrapped(names: Iterable[str], where: str) -> dict[str, str]:
             )
         kept = ".".join(part for part in parts if part not in _WRAPPERS)
         plain[name] = kept.removeprefix(_OF_PEFT)
-    while len(shared := {short.partition(".")[0] + "." for short in plain.values()}) == 1:
-        (prefix,) = shared
-        within = {name: short.removeprefix(prefix) for name, short in plain.items()}
-        is_twice = any(short.startswith("model.") for short in within.values())
-        if within == plain or (prefix in _ROOTS and not is_twice):
-            break
-        plain = within
     if len(set(plain.values())) < len(plain):
         first = {short: name for name, short in reversed(plain.items())}
         name, short = next((n, s) for n, s in plain.items() if first[s] != n)

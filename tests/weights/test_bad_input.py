@@ -355,9 +355,6 @@ def test_what_generation_config_asks_in_vain_is_named(
         lambda name: f"module.{name}",
         lambda name: f"_orig_mod.{name}",
         lambda name: f"base_model.model.{name}",
-        lambda name: f"student.{name}",
-        lambda name: f"model.{name}",
-        lambda name: f"_forward_module.net.model.{name}",
         lambda name: f"module._orig_mod.{name}".replace(
             ".mlp.", "._checkpoint_wrapped_module.mlp."
         ),
