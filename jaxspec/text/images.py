@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Float, Int, UInt8
 
 from jaxspec.configs.gemma4_vision import BUDGETS, Gemma4VisionConfig
 from jaxspec.options import FieldError, shown
-from jaxspec.shapes import Float, Int, UInt8
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,6 +12,7 @@ from jaxspec.engine.engine import Completion, Engine
 from jaxspec.engine.request import Request
 from jaxspec.options import Drafting, Sampling, Tree
 from jaxspec.runtime.runtime import make_spec
+from tests import fakes
 from tests.cases import NEW_TOKENS, case
 from tests.runtime.test_prefill import mesh_of
 
@@ -121,7 +122,7 @@ def test_draws_and_what_rows_carry_stay_theirs(monkeypatch: pytest.MonkeyPatch) 
         )
 
 
-def test_which_programs_there_are() -> None:
+def test_which_programs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """None where a row must not depend on how many run, and none for trees."""
     c, mesh = case("31b"), mesh_of("gpu")
     spec = make_spec(c.target, c.drafter("dflash"))
@@ -129,13 +130,16 @@ def test_which_programs_there_are() -> None:
     assert row_subset.counts(plain, 1, mesh, invariant=False) == ()
     assert row_subset.counts(plain, 2, mesh, invariant=False) == (1,)
     assert row_subset.counts(spec, 4, mesh, invariant=False) == (1,)
-    assert row_subset.counts(spec, 32, mesh, invariant=False) == (1, 8)
+    assert row_subset.counts(spec, 32, mesh, invariant=False) == (1, 8, 16, 24)
     assert row_subset.counts(spec, 32, mesh, invariant=True) == ()
     tree = make_spec(c.target, c.drafter("dflash"), Drafting(4, tree=Tree(topk=2, depth=2)))
     assert row_subset.counts(tree, 32, mesh, invariant=False) == ()
-    assert (
-        row_subset.counts(make_spec(c.target, c.drafter("mixed")), 8, mesh, invariant=False) == ()
-    )
+    mixed = make_spec(c.target, c.drafter("mixed"))
+    assert row_subset.counts(mixed, 8, mesh, invariant=False) == (1, 2)
+    monkeypatch.setattr(fakes.LookupDrafter, "drafts_by_slot", False)
+    monkeypatch.setattr(fakes.TableDrafter, "drafts_by_slot", False)
+    assert row_subset.counts(mixed, 8, mesh, invariant=False) == ()
+    assert not row_subset.addressable(mixed, mesh)
 
 
 def test_the_slots_of_a_program() -> None:

@@ -457,7 +457,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "boss", "content": "a"}]}, "messages[0].role"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0].type",
+        "messages[0].content[0]",
     ),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 9}, "top_logprobs"),
