@@ -11,6 +11,7 @@ all drafts, and measures the rest while it decodes: see `draft_length_policy.MIN
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -203,7 +204,6 @@ class DraftLengthController:
         if steps < 1:  # the cache is too short for a step
             return state
         state = runtime.admit(state, self._dummy_rows(state))
-        tables = self._dummy_tables
         chooser.costs.small_batches = tuple(small_batches)
         for length in chooser.lengths:
             for rows in (
@@ -218,7 +218,7 @@ class DraftLengthController:
                     for computed in (rows, *others):
                         chooser.costs.add(length, computed, step_s)
             chooser.compiled.add(length)
-        return runtime.clear(state, np.ones(runtime.num_rows, bool), tables)
+        return runtime.clear(state, np.ones(runtime.num_rows, bool), self._dummy_tables)
 
     def _timed(
         self, state: DecodeState, output: OutputRequest, length: int, rows: int, steps: int
@@ -238,7 +238,7 @@ class DraftLengthController:
                 seconds.append(taken_s / max_steps)
         return state, seconds
 
-    @property
+    @functools.cached_property
     def _dummy_tables(self) -> HostTables | None:
         runtime = self.runtime
         if runtime.paging is None:

@@ -202,11 +202,7 @@ class Scheduler:
             return bool(self._planner.pending)
         if self._is_past_limit():
             return False
-        # A pass takes about as long for few prompts as for all that fill it. While others wait for
-        # rows to end, a pass that is not full waits for them, for one call.
-        left = self._planner.num_left
-        if self.waiting and left < self.runtime.shapes.full and not self._has_deferred:
-            self._has_deferred = True
+        if self._should_defer():
             return False
         # Rows that are prefilled ahead wait for others to end. An eighth of the rows ahead is kept ready.
         ahead = self.runtime.read_ahead
@@ -216,6 +212,16 @@ class Scheduler:
         """Return whether rows decode on before the next pass, though prompts are pending."""
         limit, done = self.max_prefill_tokens, self._prefill_tokens
         return limit is not None and done > 0 and done + self._planner.next_tokens > limit
+
+    def _should_defer(self) -> bool:
+        """Return whether a pass that is not full waits one decode call for requests that wait.
+
+        A pass takes about as long for few prompts as for all that fill it. Without rows that are
+        read ahead, `min_free_slots` has waited for enough prompts already.
+        """
+        if not self.runtime.read_ahead or not self.waiting or self._has_deferred:
+            return False
+        return self._planner.num_left < self.runtime.shapes.full
 
     def _prefill(self) -> None:
         """Launch a prefill pass."""
@@ -242,6 +248,8 @@ class Scheduler:
         elif not runtime.read_ahead and self.waiting and not self._planner.pending:
             until_active = max(0, active + len(slots.free) - self._min_free_slots)
         is_between_passes = bool(self._planner.pending) and self._is_past_limit()
+        if self._planner.pending and not is_between_passes and self._should_defer():
+            self._has_deferred = True
         self._prefill_tokens, self._is_busy = 0, True
         requests = [row.request for slot in self.running if (row := slots.rows[slot])]
         steps, length = self.draft_length.next(requests, max_steps)
