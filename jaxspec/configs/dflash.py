@@ -319,7 +319,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """The keys of config.json that may set each field on which engines disagree. See `find_key`."""
 
-_KEYS: dict[str, tuple[str, ...]] = {
+LAYER_KEYS: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
     "num_heads": ("num_attention_heads",),
@@ -329,6 +329,11 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "max_positions": ("max_position_embeddings",),
     "rope_theta": ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta"),
     "rms_norm_eps": ("rms_norm_eps",),
+}
+"""The keys of a config of Qwen3 layers, of which all containers have one."""
+
+_KEYS = {
+    **LAYER_KEYS,
     # These two have readers of their own.
     **{field: keys for field, keys in KEYS.items() if field not in ("causal", "layer_types")},
 }

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxspec.configs.base import LayerType, layer_types_of
-from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.dflash import LAYER_KEYS, DFlashConfig
 from jaxspec.configs.fields import (
     COUNTS,
     DRAFTS,
@@ -63,17 +63,6 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """The keys of config.json that may set each field on which engines disagree. See `find_key`."""
 
-_LAYER_KEYS: dict[str, tuple[str, ...]] = {
-    "vocab_size": ("vocab_size",),
-    "hidden_size": ("hidden_size",),
-    "num_heads": ("num_attention_heads",),
-    "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "intermediate_size": ("intermediate_size",),
-    "max_positions": ("max_position_embeddings",),
-    "rms_norm_eps": ("rms_norm_eps",),
-    "rope_theta": ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta"),
-}
 _OWN_KEYS: dict[str, tuple[str, ...]] = {
     field: KEYS[field] for field in ("mask_token_id", "block_size", "sample_from_anchor")
 } | {"target_hidden_size": ("target_hidden_size",)}
@@ -178,8 +167,8 @@ def _of_layers(
         refuse_unknown(of_kind, ("full_attention", "sliding_attention"), within="rope_parameters")
         layer = {**layer, "rope_parameters": object_of(of_kind, "sliding_attention")}
     check_plain_rope(layer)
-    refuse_unknown(layer, (*_OTHER_LAYER_KEYS, *itertools.chain(*_LAYER_KEYS.values())))
-    keys = dict(_LAYER_KEYS)
+    refuse_unknown(layer, (*_OTHER_LAYER_KEYS, *itertools.chain(*LAYER_KEYS.values())))
+    keys = dict(LAYER_KEYS)
     if "sliding" in layer_types:
         keys["sliding_window"] = ("sliding_window",)
     else:

@@ -89,6 +89,24 @@ class _MadeUp:
 _MADE_UP = (_MadeUp("26b-a4b", 1.5, 2, 6), _MadeUp("qwen3-8b", 1, 3, 5))
 
 
+def preset_drafter(method: str, presets: Mapping[str, ConfigT], preset: str) -> tuple[ConfigT, str]:
+    """Return the config of a drafter of a later method for a target's preset, and a description.
+
+    Args:
+      presets: its configs, each with the layers of the target's DFlash.
+
+    Raises:
+      ValueError: there is none for this preset.
+    """
+    if preset not in presets:
+        raise ValueError(
+            f"there is no {method} drafter for {preset}; there is one for {', '.join(presets)}"
+        )
+    config = presets[preset]
+    layers = f"the layers of its DFlash, blocks of {config.block_size}"
+    return config, f"{method} made up for {preset} ({layers}), random weights"
+
+
 def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
     """Return the config of a DFlash drafter for a target's preset, and a description for messages.
 

@@ -39,12 +39,7 @@ def _module_with_head(config: DFlash2Config) -> type[Any] | None:
 def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlash2Config, str]:
     """Return the config of a made-up DFlash2 drafter for a target's preset, and a description."""
     del target
-    if preset not in PRESETS:
-        raise ValueError(
-            f"there is no DFlash2 drafter for {preset}; there is one for {', '.join(PRESETS)}"
-        )
-    words = f"DFlash2 made up for {preset} (the layers of its DFlash, blocks of 8), random weights"
-    return PRESETS[preset], words
+    return dflash.preset_drafter("DFlash2", PRESETS, preset)
 
 
 def _cost(step: DraftStep, batch: int, context: int) -> StepCost:

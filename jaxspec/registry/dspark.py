@@ -63,12 +63,7 @@ def _fit_to(config: DSparkConfig, names: Collection[str]) -> DSparkConfig:
 def _drafter_for(preset: str, target: TargetConfig) -> tuple[DSparkConfig, str]:
     """Return the config of a made-up DSpark drafter for a target's preset, and a description."""
     del target
-    if preset not in PRESETS:
-        raise ValueError(
-            f"there is no DSpark drafter for {preset}; there is one for {', '.join(PRESETS)}"
-        )
-    words = f"DSpark made up for {preset} (the layers of its DFlash, blocks of 7), random weights"
-    return PRESETS[preset], words
+    return dflash.preset_drafter("DSpark", PRESETS, preset)
 
 
 def _cost(step: DraftStep, batch: int, context: int) -> StepCost:

@@ -15,6 +15,7 @@ from rich.table import Table
 import jaxspec
 from jaxspec.api import Pair
 from jaxspec.commands.evaluate.measure import Interval, Response, Summary, summarise
+from jaxspec.commands.evaluate.options import EvalOptions
 from jaxspec.commands.evaluate.tasks import PROTOCOLS, EvalPrompt, digest, load_prompts
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
@@ -76,44 +77,27 @@ class Evaluation:
         return values
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The options of an evaluation, as the command line gives them."""
-
-    task: str
-    data: Any
-    protocol: str
-    limit: int | None
-    temperature: float | None
-    max_new_tokens: int | None
-    thinking: bool
-    raw: bool
-    batch_size: int
-    seed: int
-    skip_plain: bool
-
-
 def evaluate(
-    wanted: Wanted, models: ModelOptions, drafting: Drafting, notify: Notify
+    task: str, options: EvalOptions, models: ModelOptions, drafting: Drafting, notify: Notify
 ) -> Evaluation:
     """Decode the prompts of a task, and count what drafts were worth.
 
     Raises:
       UsageError: there is no such task, or no drafter, or a prompt does not fit.
     """
-    prompts = load_prompts(wanted.task, wanted.data, wanted.limit)
-    protocol = PROTOCOLS[wanted.protocol]
-    temperature = protocol.temperature if wanted.temperature is None else wanted.temperature
-    limit = wanted.max_new_tokens or protocol.max_new_tokens
+    prompts = load_prompts(task, options.data, options.limit)
+    protocol = PROTOCOLS[options.protocol]
+    temperature = protocol.temperature if options.temperature is None else options.temperature
+    limit = options.max_new_tokens or protocol.max_new_tokens
     notify("loading the models")
     target, drafter = load_models(models)
     if drafter is None:
         raise UsageError("eval needs a drafter: --drafter")
     pair = Pair(target, drafter)
-    chat = pair.tokenizer.chat_template is not None and not wanted.raw
-    ids = [_ids(pair, prompt, chat, thinking=wanted.thinking) for prompt in prompts]
-    requests = [_request(i, limit, temperature, wanted.seed) for i in ids]
-    engine = _engine(pair, requests, drafting, wanted.batch_size)
+    chat = pair.tokenizer.chat_template is not None and not options.raw
+    ids = [_ids(pair, prompt, chat, thinking=options.thinking) for prompt in prompts]
+    requests = [_request(i, limit, temperature, options.seed) for i in ids]
+    engine = _engine(pair, requests, drafting, options.batch_size)
     num_drafts = engine.spec.num_draft_tokens
     done, drafted = _timed(engine, requests, notify, "with drafts")
     responses = [
@@ -121,12 +105,12 @@ def evaluate(
         for i, completion, p in zip(ids, done, prompts, strict=True)
     ]
     plain = None
-    if not wanted.skip_plain:
-        engine = _engine(pair.plain(), requests, Drafting(), wanted.batch_size)
+    if not options.skip_plain:
+        engine = _engine(pair.plain(), requests, Drafting(), options.batch_size)
         _, plain = _timed(engine, requests, notify, "without drafts")
     return Evaluation(
-        wanted.task,
-        wanted.protocol,
+        task,
+        options.protocol,
         f"{shorten(target.source)}",
         f"{shorten(drafter.source)}",
         target.model_def.dtypes,
@@ -134,9 +118,9 @@ def evaluate(
         temperature,
         limit,
         chat,
-        wanted.thinking,
-        wanted.batch_size,
-        wanted.seed,
+        options.thinking,
+        options.batch_size,
+        options.seed,
         len(prompts),
         digest(prompts),
         _device(),
