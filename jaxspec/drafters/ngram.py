@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache import Paging
 from jaxspec.configs.ngram import MAX_DRAFT_TOKENS, NGramConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
 from jaxspec.options import Tree
@@ -48,8 +49,10 @@ class NGramDrafter(Drafter[NGramState]):
     def max_children(self) -> int:
         return 1
 
-    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> NGramState:
-        del dtype
+    def init_state(
+        self, batch: int, *, cache_length: int, dtype: DTypeLike, paging: Paging | None = None
+    ) -> NGramState:
+        del dtype, paging
         return jnp.zeros((batch, cache_length), jnp.int32)
 
     def absorb(self, state: NGramState, kept: Kept) -> NGramState:

@@ -94,6 +94,12 @@ def test_it_is_loaded_by_its_name_and_drafts_what_repeats() -> None:
     again = cases.run(engine, requests)  # from stored prefixes, whose text they keep
     assert [d.token_ids for d in again] == [d.token_ids for d in cases.run(plain, requests)]
     assert max(np.mean(d.acceptance_lengths) for d in again) > 1.3
+    paged = cases.engine_of(
+        pair.target, pair.drafter, batch_size=2, cache_length=256, cache_tokens=320
+    )
+    for request, other in zip(cases.run(paged, requests), again, strict=True):
+        assert request.token_ids == other.token_ids
+        assert request.acceptance_lengths == other.acceptance_lengths
     with pytest.raises(CheckpointError, match="or one of dflash, mtp, ngram, none"):
         jaxspec.load(drafter="ngrams")
 
