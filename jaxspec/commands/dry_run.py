@@ -17,6 +17,7 @@ from jaxspec.commands.options import UsageError
 from jaxspec.commands.output import OutputOptions, write_line
 from jaxspec.commands.prefixes import planned_bytes
 from jaxspec.commands.startup import GPU_SHARE
+from jaxspec.engine.engine import check_pages
 from jaxspec.options import CacheTokens, FieldError
 from jaxspec.runtime import memory
 from jaxspec.runtime.prefill import Shapes, slots_on
@@ -54,7 +55,7 @@ class Plan:
     prefix_gib: float | None = 0
 
     def __post_init__(self) -> None:
-        """Refuse what needs rows that are not split over devices.
+        """Refuse what needs rows that are not split over devices, and too few pages.
 
         Raises:
           FieldError: naming the option.
@@ -62,6 +63,8 @@ class Plan:
         for name in ("read_ahead", "prefix_gib"):
             if getattr(self, name) and self.mesh.shape["data"] > 1:
                 raise FieldError(name, "needs a mesh whose data axis has one device; leave it out")
+        if self.cache_tokens is not None:
+            check_pages(self.spec, self.cache_length, self.cache_tokens, 0, self.mesh)
 
     def footprint(
         self, rows: int, length: int, read_ahead: int = 0, cache_tokens: int | None = None

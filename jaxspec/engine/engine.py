@@ -175,7 +175,8 @@ class Engine:
             raise FieldError(
                 "prefix_host_bytes",
                 lambda format_field: (
-                    f"needs {format_field('prefix_bytes')}: prefixes are made on the device"
+                    f"{format_field('prefix_host_bytes', prefix_host_bytes)} needs "
+                    f"{format_field('prefix_bytes')}: prefixes are made on the device"
                 ),
             )
         self.target, self.drafter = target, drafter
@@ -552,15 +553,16 @@ def check_pages(
         raise FieldError(
             "cache_tokens",
             lambda format_field: (
-                f"is {cache_tokens}, and one request may need "
-                f"{format_field('cache_length', cache_length)}; give as many or more"
+                f"{format_field('cache_tokens', cache_tokens)} holds no whole request, which may "
+                f"need {format_field('cache_length', cache_length)}; give as many or more"
             ),
         )
     if prefix_bytes:
         raise FieldError(
             "cache_tokens",
             lambda format_field: (
-                f"does not go with stored prefixes yet; give {format_field('prefix_bytes', 0)} too"
+                f"{format_field('cache_tokens', cache_tokens)} does not go with stored prefixes "
+                f"yet; give {format_field('prefix_bytes', 0)} too"
             ),
         )
     if not row_subset.addressable(spec, mesh):

@@ -125,6 +125,21 @@ def test_stored_prefixes_are_counted(invoke: Run) -> None:
     assert "prefixes" in invoke("serve", "--dry-run").stdout
 
 
+def test_pages_are_counted_or_refused(invoke: Run) -> None:
+    dry = ("serve", "--dry-run", "--cache-length", "512", "--cache-tokens")
+    outcome = invoke(*dry, "640")
+    assert outcome.code == 0, outcome.stderr
+    assert "in pages for 640 tokens" in outcome.stdout
+    for wrong, message in (
+        (("511",), "--cache-tokens 511 holds no whole request"),
+        (("none",), "give a number of tokens, or auto"),
+        (("auto", "--prefix-gib", "1"), "--cache-tokens auto does not go with stored prefixes"),
+    ):
+        outcome = invoke(*dry, *wrong)
+        assert outcome.code == 2
+        assert message in re.sub(r"\s+", " ", outcome.stderr)
+
+
 def test_the_most_rows_are_found_whatever_their_number() -> None:
     """The search ended at 1,024."""
     spec = jaxspec.runtime.runtime.make_spec(*jaxspec.load(drafter="none", read_weights=False))

@@ -268,8 +268,8 @@ def check_prefixes(programs: ProgramOptions) -> None:
         raise FieldError(
             "cache_tokens",
             lambda format_field: (
-                f"does not go with stored prefixes yet; give {format_field('prefix_gib', 0)}, or "
-                "leave it out"
+                f"{format_field('cache_tokens', programs.cache_tokens)} does not go with stored "
+                f"prefixes yet; give {format_field('prefix_gib', 0)}, or leave it out"
             ),
         )
 
