@@ -264,6 +264,7 @@ def test_tables_that_files_leave_out_are_the_targets(tmp_path: Path) -> None:
 
 def test_an_embedding_that_is_the_targets_is_shared(tmp_path: Path) -> None:
     """Only to the bit: another one is kept. What is shared drafts the same."""
+    pytest.importorskip("torch", reason="a target is written with transformers, which needs torch")
     model = tiny.save("31b", tmp_path / "target")
     config = changed(CONFIG, target_hidden_size=None, layer__hidden_size=48)
     tensors = tensors_of(config)

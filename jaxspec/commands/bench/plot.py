@@ -75,7 +75,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def _parts(panel: Any, results: Sequence[dict[str, Any]]) -> None:
     """Draw two bars a case: the measured step in its parts, and its floor."""
-    longest = max(max(r["step_ms"]["median"], r["floor_ms"]) for r in results)
+    longest = 0.0
     for i, r in enumerate(results):
         draft_ms = r["draft_ms"]["median"] if r["draft_ms"] else 0.0
         verify_ms, rest_ms = r["verify_ms"]["median"], max(r["rest_ms"], 0.0)
@@ -88,6 +88,7 @@ def _parts(panel: Any, results: Sequence[dict[str, Any]]) -> None:
         step_ms = r["step_ms"]["median"]
         _bar(panel, i - 0.18, measured, f"{step_ms:.3g} ms: {rate}", first=i == 0, floor=False)
         words = f"floor {r['floor_ms']:.3g} ms"
+        longest = max(longest, sum(measured.values()), sum(least.values()))
         _bar(panel, i + 0.18, least, words, first=i == 0, floor=True)
     panel.set_yticks(range(len(results)), [_named(r["label"], r) for r in results])
     panel.invert_yaxis()
