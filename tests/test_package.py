@@ -158,7 +158,7 @@ LAYERS = """
 jaxspec.__main__ checkpoints_convert.__main__
 jaxspec.commands
 jaxspec
-jaxspec.serving
+jaxspec.serving jaxspec.training
 jaxspec.api jaxspec.plots
 jaxspec.engine jaxspec.rollout
 jaxspec.runtime

@@ -221,26 +221,49 @@ class MTPDrafter(Drafter[MTPState]):
         Suppressed tokens have a logit of -inf. With centroids, only the tokens of the best few
         clusters are returned, and no other logit is computed.
         """
-        c = self.config
-        suppressed = tuple(sorted({*suppressed, *c.suppress_tokens}))
-        b, f, h = hidden.shape
         with jax.named_scope("mtp_head"):
-            tokens = None
-            if c.num_centroids:
-                scores = contract("bfh,hc->bfc", hidden, self.centroids[...])
-                best = _top_indices(scores, c.num_top_centroids)
-                clusters = self.token_ordering[...].reshape(c.num_centroids, -1)
-                tokens = clusters[best].reshape(b, f, -1)
-                logits = contract("bfh,bfch->bfc", hidden, self.head[tokens])
-            else:
-                rows = hidden.reshape(b * f, h)
-                logits = multiply_rows(lambda r: table_logits(r, self.head[...]), rows)
-                logits = logits.reshape(b, f, -1)
-            if suppressed:
-                ids = jnp.arange(c.vocab_size, dtype=jnp.int32) if tokens is None else tokens
-                banned = jnp.any(ids[..., None] == jnp.asarray(suppressed), axis=-1)
-                logits = jnp.where(banned, -jnp.inf, logits)
-            return Choices(logits, tokens)
+            if self.config.num_centroids:
+                return self.choices_in(hidden, self.best_clusters(hidden), suppressed)
+            b, f, h = hidden.shape
+            rows = hidden.reshape(b * f, h)
+            logits = multiply_rows(lambda r: table_logits(r, self.head[...]), rows)
+            return self._suppressed(Choices(logits.reshape(b, f, -1), None), suppressed)
+
+    def cluster_scores(self, hidden: Float[Array, "B F H"]) -> Float[Array, "B F C"]:
+        """Return the score of each cluster of tokens."""
+        return contract("bfh,hc->bfc", hidden, self.centroids[...])
+
+    def best_clusters(self, hidden: Float[Array, "B F H"]) -> Int[Array, "B F K"]:
+        """Return the clusters of which tokens are scored, the best first."""
+        return _top_indices(self.cluster_scores(hidden), self.config.num_top_centroids)
+
+    def cluster_of(self, tokens: Int[Array, "B F"]) -> Int[Array, "B F"]:
+        """Return the cluster of each token."""
+        size = self.config.vocab_size // self.config.num_centroids
+        return (jnp.argsort(self.token_ordering[...]) // size).astype(jnp.int32)[tokens]
+
+    def choices_in(
+        self,
+        hidden: Float[Array, "B F H"],
+        clusters: Int[Array, "B F K"],
+        suppressed: tuple[int, ...] = (),
+    ) -> Choices:
+        """Return the tokens of clusters and their logits, as `choices` does of the best ones."""
+        b, f, _ = hidden.shape
+        tokens = self.token_ordering[...].reshape(self.config.num_centroids, -1)[clusters]
+        tokens = tokens.reshape(b, f, -1)
+        logits = contract("bfh,bfch->bfc", hidden, self.head[tokens])
+        return self._suppressed(Choices(logits, tokens), suppressed)
+
+    def _suppressed(self, choices: Choices, suppressed: tuple[int, ...]) -> Choices:
+        suppressed = tuple(sorted({*suppressed, *self.config.suppress_tokens}))
+        if not suppressed:
+            return choices
+        ids = choices.tokens
+        if ids is None:
+            ids = jnp.arange(self.config.vocab_size, dtype=jnp.int32)
+        banned = jnp.any(ids[..., None] == jnp.asarray(suppressed), axis=-1)
+        return choices._replace(logits=jnp.where(banned, -jnp.inf, choices.logits))
 
 
 def _top_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]:

@@ -1,0 +1,285 @@
+"""Losses of drafters, as sums over the slots behind many anchors.
+
+Read `LossWeights`, then `loss_of`. With p the target's distribution behind a token and q the drafter's, a
+slot i behind an anchor adds exp(-i / decay) times
+
+    cross_entropy * -log q(label) + kl * KL(p || q) + total_variation * sum |p - q|
+
+where the label is the text's token. DFlash2 chooses among candidates: the scores that these are taken
+from have terms of their own. So have the clusters of an assistant. A predicted confidence adds the
+cross-entropy with the probability that a draft is accepted, sum min(p, q). Slots that answers do not
+reach add nothing.
+
+Everything is a sum, also the weights that a sum is divided by in the end: parts of a batch add up, in
+whichever way they are divided.
+
+Source: deepseek-ai/DeepSpec, sgl-project/SpecForge and vllm-project/speculators, which train with the same
+terms; the papers of DFlash for weights that decay along the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec.drafters.base import AnyDrafter
+from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.drafters.dflash2 import DFlash2Drafter
+from jaxspec.drafters.dspark import DSparkDrafter
+from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.shapes import Array, Bool, Float, Int
+from jaxspec.training.passes import Predictions, Reading, Scores, num_slots, predictor
+
+ANCHORS_AT_ONCE = 16  # of each text, so that logits of few blocks are held at a time
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """The factors of the terms of a loss, and how they decay.
+
+    Terms that a drafter has nothing for are left out.
+
+    Attributes:
+      total_variation: of sum |p - q|, which is twice the total variation.
+      base_cross_entropy, base_kl: of all tokens before a selector takes the best.
+      clusters: of the cross-entropy of an assistant's clusters.
+      confidence: of predicted probabilities of acceptance.
+      decay: slots after which the weight of a slot has fallen to 1 / e; None for no decay.
+    """
+
+    cross_entropy: float = 1.0
+    kl: float = 0.0
+    total_variation: float = 0.0
+    base_cross_entropy: float = 0.0
+    base_kl: float = 0.0
+    clusters: float = 1.0
+    confidence: float = 0.0
+    decay: float | None = 4.0
+
+    @property
+    def need_target(self) -> bool:
+        """True if a term compares with the target's distribution."""
+        return bool(self.kl or self.total_variation or self.base_kl or self.confidence)
+
+
+USUAL: Mapping[type[Any], LossWeights] = {
+    DFlash2Drafter: LossWeights(base_kl=1.0),
+    DSparkDrafter: LossWeights(cross_entropy=0.1, total_variation=0.9, confidence=1.0),
+    DFlashDrafter: LossWeights(),
+    MTPDrafter: LossWeights(decay=4.5),
+}
+"""The weights of each kind of drafter: DeepSpec's for DSpark, and speculators' terms for DFlash2.
+
+An assistant's are those of the bundled one, whose slots weigh 0.8 times as much as the one before.
+"""
+
+
+def usual_weights(module: type[Any]) -> LossWeights:
+    """Return the usual weights for drafters of a class."""
+    return next(weights for kind, weights in USUAL.items() if issubclass(module, kind))
+
+
+class Sums(struct.PyTreeNode):
+    """Sums over slots and anchors.
+
+    Attributes:
+      loss, weight: their ratio is the loss.
+      accepted, anchors: the tokens that greedy drafts are right about in a row, behind so many anchors.
+    """
+
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
+    accepted: Float[Array, ""]
+    anchors: Float[Array, ""]
+
+    @classmethod
+    def zero(cls) -> Sums:
+        """Return the sums of nothing."""
+        return cls(*(jnp.zeros(()) for _ in range(4)))
+
+    def __add__(self, other: Sums) -> Sums:
+        return jax.tree.map(jnp.add, self, other)
+
+    @property
+    def mean_loss(self) -> Float[Array, ""]:
+        """The loss of a slot of weight 1."""
+        return self.loss / jnp.maximum(self.weight, 1e-6)
+
+    @property
+    def acceptance_length(self) -> Float[Array, ""]:
+        """The tokens a verify step would commit, if drafts are right where they are the text's tokens.
+
+        Anchors are of all places alike. Decoding has more of them where drafts fail, so its own is lower.
+        """
+        return 1 + self.accepted / jnp.maximum(self.anchors, 1)
+
+
+# --- anchors -----------------------------------------------------------------------------------------
+
+
+def may_anchor(answers: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
+    """Return the places of anchors: tokens of answers that are followed by one more."""
+    following = jnp.pad(answers[:, 1:], ((0, 0), (0, 1)))
+    return answers & following & (jnp.arange(answers.shape[1]) > 0)
+
+
+def draw_anchors(
+    key: Array, answers: Bool[Array, "B S"], count: int
+) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Draw anchors of each text, none twice.
+
+    Returns:
+      Positions, and which are anchors; the others fill rows of texts with too few places.
+    """
+    places = may_anchor(answers)
+    noise = jnp.where(places, jax.random.uniform(key, places.shape), -1.0)
+    highest, anchors = lax.top_k(noise, min(count, places.shape[1]))
+    real = highest >= 0
+    return jnp.where(real, anchors, 1).astype(jnp.int32), real
+
+
+def slots_reached(
+    answers: Bool[Array, "B S"], anchors: Int[Array, "B A"], count: int
+) -> Bool[Array, "B A G"]:
+    """Return the slots whose tokens are of the answer, as are all before them."""
+    at = anchors[..., None] + jnp.arange(1, count + 1)
+    inside = at < answers.shape[1]
+    flat = jnp.minimum(at, answers.shape[1] - 1).reshape(len(anchors), -1)
+    of_answer = jnp.take_along_axis(answers, flat, axis=1).reshape(at.shape) & inside
+    return jnp.cumprod(of_answer, axis=-1).astype(bool)
+
+
+# --- losses ------------------------------------------------------------------------------------------
+
+
+def loss_of(
+    drafter: AnyDrafter,
+    reading: Reading,
+    answers: Bool[Array, "B S"],
+    anchors: Int[Array, "B A"],
+    real: Bool[Array, "B A"],
+    weights: LossWeights,
+    at_once: int = ANCHORS_AT_ONCE,
+) -> Sums:
+    """Return the sums of the loss at some anchors of texts that the target has read.
+
+    Logits are made for `at_once` anchors of each text at a time, and made again in the backward pass.
+
+    Args:
+      real: which are anchors; others count nothing.
+    """
+    predict = predictor(drafter, reading)
+    count = num_slots(drafter)
+    b, a = anchors.shape
+    pieces = -(-a // at_once)
+    padding = ((0, 0), (0, pieces * at_once - a))
+    anchors = jnp.pad(anchors, padding, constant_values=1)
+    real = jnp.pad(real, padding)
+
+    def sums(piece: tuple[Int[Array, "B P"], Bool[Array, "B P"]]) -> Sums:
+        anchors, real = piece
+        alive = slots_reached(answers, anchors, count) & real[..., None]
+        logits = None
+        if weights.need_target:
+            at = anchors[..., None] + jnp.arange(count, dtype=jnp.int32)
+            logits = reading.logits_at(at)
+        return loss_of_slots(predict(anchors), logits, alive, real, weights)
+
+    def by_piece(x: Array) -> Array:
+        return x.reshape(b, pieces, -1).swapaxes(0, 1)
+
+    done = lax.map(jax.checkpoint(sums), (by_piece(anchors), by_piece(real)))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), done)
+
+
+def loss_of_slots(
+    made: Predictions,
+    target_logits: Float[Array, "B A G V"] | None,
+    alive: Bool[Array, "B A G"],
+    real: Bool[Array, "B A"],
+    weights: LossWeights,
+) -> Sums:
+    """Return the sums of the loss of slots.
+
+    Args:
+      target_logits: None where no term needs them.
+      alive: the slots that count.
+      real: which anchors count.
+    """
+    count = alive.shape[-1]
+    decay = jnp.ones(count)
+    if weights.decay is not None:
+        decay = jnp.exp(-jnp.arange(count, dtype=jnp.float32) / weights.decay)
+    each = jnp.where(alive, decay, 0.0)
+    terms = weights.cross_entropy * cross_entropy(made.final)
+    target = None if target_logits is None else jax.nn.softmax(lax.stop_gradient(target_logits))
+    if target is not None:
+        p = of_tokens(target, made.final)
+        if weights.kl:
+            terms += weights.kl * divergence(p, made.final.logits)
+        if weights.total_variation:
+            terms += weights.total_variation * distance(target, made.final)
+    if made.base is not None:
+        terms += weights.base_cross_entropy * cross_entropy(made.base)
+        if weights.base_kl and target is not None:
+            terms += weights.base_kl * divergence(of_tokens(target, made.base), made.base.logits)
+    if made.clusters is not None:
+        terms += weights.clusters * cross_entropy(made.clusters)
+    if made.confidence is not None and weights.confidence and target is not None:
+        accepted = 1 - distance(target, made.final) / 2
+        terms += weights.confidence * binary_cross_entropy(made.confidence, accepted)
+    best = jnp.argmax(made.final.logits, axis=-1)
+    right = jnp.cumprod((best == made.final.label) & made.final.in_reach & alive, axis=-1)
+    return Sums(
+        jnp.sum(terms * each),
+        jnp.sum(each),
+        jnp.sum(right).astype(jnp.float32),
+        jnp.sum(real).astype(jnp.float32),
+    )
+
+
+def cross_entropy(scores: Scores) -> Float[Array, "B A G"]:
+    """Return -log q(label); 0 where the label has no score."""
+    label = jnp.maximum(scores.label, 0)[..., None]
+    log_q = jnp.take_along_axis(jax.nn.log_softmax(scores.logits), label, axis=-1)[..., 0]
+    return jnp.where((scores.label >= 0) & jnp.isfinite(log_q), -log_q, 0.0)
+
+
+def of_tokens(target: Float[Array, "B A G V"], scores: Scores) -> Float[Array, "B A G C"]:
+    """Return the target's probabilities of the tokens that are scored."""
+    if scores.tokens is None:
+        return target
+    if scores.tokens.ndim == 1:
+        return target[..., scores.tokens]
+    return jnp.take_along_axis(target, scores.tokens, axis=-1)
+
+
+def divergence(
+    p: Float[Array, "B A G C"], logits: Float[Array, "B A G C"]
+) -> Float[Array, "B A G"]:
+    """Return KL(p || q) of slots. Tokens outside of `p` add a constant, which is left out."""
+    log_q = jax.nn.log_softmax(logits)
+    terms = p * (jnp.log(jnp.maximum(p, 1e-30)) - jnp.where(p > 0, log_q, 0.0))
+    return jnp.sum(jnp.where(jnp.isfinite(log_q), terms, 0.0), axis=-1)
+
+
+def distance(target: Float[Array, "B A G V"], scores: Scores) -> Float[Array, "B A G"]:
+    """Return sum |p - q| over all tokens of the target: 2 - 2 sum min(p, q)."""
+    p, q = of_tokens(target, scores), jax.nn.softmax(scores.logits)
+    outside = 1 - jnp.sum(p, axis=-1)
+    return jnp.sum(jnp.abs(p - q), axis=-1) + jnp.maximum(outside, 0)
+
+
+def binary_cross_entropy(
+    predicted: Float[Array, "B A G"], probability: Float[Array, "B A G"]
+) -> Float[Array, "B A G"]:
+    """Return the cross-entropy of predicted probabilities with true ones, which get no gradient."""
+    probability = lax.stop_gradient(probability)
+    predicted = jnp.clip(predicted, 1e-6, 1 - 1e-6)
+    return -(probability * jnp.log(predicted) + (1 - probability) * jnp.log1p(-predicted))
