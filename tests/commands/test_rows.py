@@ -261,7 +261,7 @@ def test_a_file_of_the_users_is_never_lost(fake: Run, tmp_path: Path, content: s
     out.write_bytes(content.encode("latin-1"))
     done = fake("a", "--json", str(out))
     assert (done.code, FakeEngine.asked) == (2, 0)
-    assert "is no row of generate's; name another file, or add --overwrite" in done.stderr
+    assert "is no row of this command's; name another file, or add --overwrite" in done.stderr
     assert out.read_bytes() == content.encode("latin-1")
     assert fake("a", "--json", str(out), "--overwrite").code == 0
     assert [next(iter(row)) for row in lines_of(out)] == ["index", "summary"]

@@ -20,7 +20,7 @@ from jaxspec.commands.options import (
     explained,
     idle_when_greedy,
 )
-from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
+from jaxspec.commands.output import OutputOptions, check_picture, refuse_inputs, write_line
 from jaxspec.commands.progress import Notify, ticking
 from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling, option
 
@@ -85,7 +85,7 @@ def bench_command(
     console = output.console
     with explained(ValueError, OSError), startup.out_of_memory_explained("--batch-size"):
         if output.plot_path is not None:
-            plot.check(output.plot_path)
+            check_picture(output.plot_path)
         errors = Console(stderr=True, highlight=False)
         startup.prepare(models, errors, bundled=options.random_weights is None)
         mesh = startup.mesh_for(models)

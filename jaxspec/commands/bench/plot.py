@@ -8,32 +8,16 @@ matplotlib.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = (".png", ".pdf", ".svg")
 FLOORS = (
     "floor: the least time that a step can take, which is that of reading its bytes or of its "
     "operations,\nwhichever is longer, at the rates that were measured on this device"
 )
 _BELOW: dict[str, Any] = dict(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 _COLORS = {"verify": "C0", "draft": "C1", "rest": "C7"}
-
-
-def check(path: Path) -> None:
-    """Refuse a picture that could not be drawn in the end.
-
-    Raises:
-      ValueError: matplotlib is missing, or the path has another suffix or no directory.
-    """
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"--plot {path}: expected a file that ends in {', '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no directory {path.absolute().parent}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'jaxspec-decoding[plot]'")
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

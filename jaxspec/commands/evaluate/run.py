@@ -1,22 +1,28 @@
-"""Run an evaluation: decode a task's prompts with drafts and without, and count."""
+"""Run an evaluation: decode a task's prompts with drafts and without, and count.
+
+Read `evaluate`. Each response is a row, as `generate` writes them: row 2 i is prompt i with drafts, row
+2 i + 1 the same prompt without. A row keeps its seconds, so an evaluation that goes on after an
+interruption reports the speed of all its runs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import jax
 
 import jaxspec
 from jaxspec.api import Pair
-from jaxspec.commands.evaluate.measure import Interval, Response, Summary, summarise
+from jaxspec.commands.evaluate.measure import Response, Summary, summarise
 from jaxspec.commands.evaluate.options import EvalOptions
+from jaxspec.commands.evaluate.published import Published, published_for
+from jaxspec.commands.evaluate.score import Scorer, count_right, scorer_of
 from jaxspec.commands.evaluate.tasks import PROTOCOLS, EvalPrompt, digest, load_prompts
+from jaxspec.commands.generate.rows import RowsFile, RowsStream, digest_of, models_digest
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, shorten
@@ -34,10 +40,12 @@ class Speed:
     Attributes:
       seconds: for all of them, without compiling.
       tokens: new tokens.
+      right: replies that a scorer found right; None: not scored.
     """
 
     seconds: float
     tokens: int
+    right: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,7 +54,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation, with all that its numbers depend on."""
+    """An evaluation, with all that its numbers depend on.
+
+    Attributes:
+      taken_over: rows of earlier runs.
+      published: figures of others for this pair and task.
+    """
 
     task: str
     protocol: str
@@ -64,9 +77,11 @@ class Evaluation:
     digest: str
     device: str
     version: str
+    taken_over: int
     summary: Summary
     drafted: Speed
     plain: Speed | None
+    published: tuple[Published, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -78,14 +93,27 @@ class Evaluation:
 
 
 def evaluate(
-    task: str, options: EvalOptions, models: ModelOptions, drafting: Drafting, notify: Notify
+    task: str,
+    options: EvalOptions,
+    models: ModelOptions,
+    drafting: Drafting,
+    notify: Notify,
+    rows: RowsFile | RowsStream | None = None,
 ) -> Evaluation:
     """Decode the prompts of a task, and count what drafts were worth.
 
+    Args:
+      rows: where to keep responses; those that are there are not decoded again.
+
     Raises:
       UsageError: there is no such task, or no drafter, or a prompt does not fit.
+      OutputError: the rows belong to something else, or cannot be written.
     """
-    prompts = load_prompts(task, options.data, options.limit)
+    prompts = load_prompts(
+        task, options.data, options.limit, offline=models.offline, token=models.token
+    )
+    scorer = scorer_of(task, prompts) if options.score else None
+    earlier = {row["index"]: row for row in rows.read()} if rows is not None else {}
     protocol = PROTOCOLS[options.protocol]
     temperature = protocol.temperature if options.temperature is None else options.temperature
     limit = options.max_new_tokens or protocol.max_new_tokens
@@ -96,45 +124,137 @@ def evaluate(
     pair = Pair(target, drafter)
     chat = pair.tokenizer.chat_template is not None and not options.raw
     ids = [_ids(pair, prompt, chat, thinking=options.thinking) for prompt in prompts]
-    requests = [_request(i, limit, temperature, options.seed) for i in ids]
-    engine = _engine(pair, requests, drafting, options.batch_size)
-    num_drafts = engine.spec.num_draft_tokens
-    done, drafted = _timed(engine, requests, notify, "with drafts")
-    responses = [
-        Response(len(i), completion.acceptance_lengths, len(completion.token_ids), p.category)
-        for i, completion, p in zip(ids, done, prompts, strict=True)
+    generation = target.generation
+    stop_ids = generation.eos_token_ids if generation else ()
+    sampling = Sampling(temperature=temperature)
+    # The draws of a prompt are the same whichever prompts are left to decode.
+    requests = [
+        Request(prompt, limit, sampling, stop_ids, options.seed, sample=i, id=i)
+        for i, prompt in enumerate(ids)
     ]
-    plain = None
+    engine = _engine(pair, requests, drafting, options.batch_size)
+    modes = [Mode("drafts", engine)]
     if not options.skip_plain:
-        engine = _engine(pair.plain(), requests, Drafting(), options.batch_size)
-        _, plain = _timed(engine, requests, notify, "without drafts")
-    return Evaluation(
-        task,
-        options.protocol,
-        f"{shorten(target.source)}",
-        f"{shorten(drafter.source)}",
-        target.model_def.dtypes,
-        num_drafts,
-        temperature,
-        limit,
-        chat,
-        options.thinking,
-        options.batch_size,
-        options.seed,
-        len(prompts),
-        digest(prompts),
-        _device(),
-        jaxspec.__version__,
-        summarise(responses, num_drafts),
-        drafted,
-        plain,
+        modes.append(Mode("plain", _engine(pair.plain(), requests, Drafting(), options.batch_size)))
+    digests = {
+        (mode.row(i), None): digest_of(
+            [of_mode, i, ids[i], stop_ids, limit, temperature, options.seed]
+        )
+        for mode in modes
+        for of_mode in [mode.digest]
+        for i in range(len(prompts))
+    }
+    done = rows.take_over(digests) if rows is not None else set()
+    found = {key: earlier[key[0]] for key in done}
+    for mode in modes:
+        left = [r for i, r in enumerate(requests) if (mode.row(i), None) not in done]
+        for i, seconds, completion in mode.run(left, notify) if left else ():
+            key = (mode.row(i), None)
+            found[key] = {
+                "index": key[0],
+                "digest": digests[key],
+                "mode": mode.name,
+                "prompt_ids": ids[i],
+                "token_ids": completion.token_ids,
+                "text": pair.tokenizer.decode(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "acceptance_lengths": completion.acceptance_lengths,
+                "seconds": seconds,
+            }
+            if rows is not None:
+                rows.write(found[key])
+    if scorer is not None:
+        notify("scoring the replies")
+    of_modes = [[found[mode.row(i), None] for i in range(len(prompts))] for mode in modes]
+    drafted, *plain = [_speed(mine, prompts, scorer) for mine in of_modes]
+    responses = [
+        Response(
+            len(row["prompt_ids"]),
+            tuple(row["acceptance_lengths"]),
+            len(row["token_ids"]),
+            prompt.category,
+        )
+        for row, prompt in zip(of_modes[0], prompts, strict=True)
+    ]
+    num_drafts = engine.spec.num_draft_tokens
+    result = Evaluation(
+        task=task,
+        protocol=options.protocol,
+        target=shorten(target.source),
+        drafter=shorten(drafter.source),
+        dtypes=target.model_def.dtypes,
+        num_draft_tokens=num_drafts,
+        temperature=temperature,
+        max_new_tokens=limit,
+        chat=chat,
+        thinking=options.thinking,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        prompts=len(prompts),
+        digest=digest(prompts),
+        device=jax.devices()[0].device_kind,
+        version=jaxspec.__version__,
+        taken_over=len(done),
+        summary=summarise(responses, num_drafts),
+        drafted=drafted,
+        plain=plain[0] if plain else None,
+        published=published_for(target.source, drafter.source, task),
     )
+    if rows is not None and (len(done) < len(digests) or not rows.is_complete):
+        rows.finish({"summary": result.to_json()})
+    return result
 
 
-def _device() -> str:
-    import jax
+@dataclass(frozen=True)
+class Mode:
+    """A way to decode the prompts: with drafts, or without."""
 
-    return jax.devices()[0].device_kind
+    name: str
+    engine: Engine
+
+    def row(self, prompt: int) -> int:
+        """Return the index of a prompt's row."""
+        return 2 * prompt + (self.name == "plain")
+
+    @property
+    def digest(self) -> str:
+        return models_digest(self.engine.spec, self.engine.target, self.engine.drafter)
+
+    def run(
+        self, requests: Sequence[Request], notify: Notify
+    ) -> Iterator[tuple[int, float, Completion]]:
+        """Yield each completion with its id, and the seconds since the one before. Compiling comes first.
+
+        Raises:
+          UsageError: a prompt failed.
+        """
+        engine = self.engine
+        words = "with drafts" if self.name == "drafts" else "without drafts"
+        notify(f"compiling, {words}")
+        engine.warm_up()
+        checked = [engine.validate(request) for request in requests]
+        first = [dataclasses.replace(r, max_new_tokens=2) for r in checked[: engine.batch_size]]
+        for _ in engine.run(first):  # what a first run alone does
+            pass
+        before, count = time.perf_counter(), 0
+        for event in engine.run(checked):
+            if not isinstance(event, Completion):
+                continue
+            if event.error is not None:
+                raise UsageError(f"prompt {event.id}: {event.error}")
+            now, count = time.perf_counter(), count + 1
+            notify(f"decoding {words}, {count} of {len(checked)} prompts")
+            assert isinstance(event.id, int)
+            yield event.id, now - before, event
+            before = now
+
+
+def _speed(
+    rows: Sequence[dict[str, Any]], prompts: Sequence[EvalPrompt], scorer: Scorer | None
+) -> Speed:
+    right = count_right(scorer, [row["text"] for row in rows], prompts) if scorer else None
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    return Speed(sum(row["seconds"] for row in rows), tokens, right)
 
 
 def _ids(pair: Pair, prompt: EvalPrompt, chat: bool, *, thinking: bool) -> tuple[int, ...]:
@@ -147,10 +267,6 @@ def _ids(pair: Pair, prompt: EvalPrompt, chat: bool, *, thinking: bool) -> tuple
     return pair.encode(content, chat=True, chat_options=options)
 
 
-def _request(ids: tuple[int, ...], max_new_tokens: int, temperature: float, seed: int) -> Request:
-    return Request(ids, max_new_tokens, Sampling(temperature=temperature), seed=seed)
-
-
 def _engine(pair: Pair, requests: Sequence[Request], drafting: Drafting, rows: int) -> Engine:
     return Engine.fitting(
         pair.target,
@@ -159,84 +275,4 @@ def _engine(pair: Pair, requests: Sequence[Request], drafting: Drafting, rows: i
         drafting=drafting,
         batch_size=min(rows, len(requests)),
         choose_length="never",  # every step has all its drafts, or figures mean nothing
-        programs=pair.programs,
     )
-
-
-def _timed(
-    engine: Engine, requests: Sequence[Request], notify: Notify, mode: str
-) -> tuple[list[Completion], Speed]:
-    """Return the completions in order, and the time for them. Compiling comes before."""
-    notify(f"compiling, {mode}")
-    engine.warm_up()
-    checked = [engine.validate(request) for request in requests]
-    first = [dataclasses.replace(r, max_new_tokens=2) for r in checked[: engine.batch_size]]
-    for _ in engine.run(first):  # what a first run alone does
-        pass
-    started, done = time.perf_counter(), {}
-    for event in engine.run(checked):
-        if isinstance(event, Completion):
-            done[event.id] = event
-            notify(f"decoding {mode}, {len(done)} of {len(checked)} prompts")
-    seconds = time.perf_counter() - started
-    completions = [done[i] for i in range(len(checked))]
-    if failed := next((c for c in completions if c.error is not None), None):
-        raise UsageError(f"prompt {failed.id}: {failed.error}")
-    return completions, Speed(seconds, sum(len(c.token_ids) for c in completions))
-
-
-# --- the report ----------------------------------------------------------------------------------
-
-
-def render(e: Evaluation, console: Console) -> None:
-    """Print the report."""
-    s = e.summary
-    words = "chat template" if e.chat else "no chat template"
-    thinking = ", thinking" if e.thinking else ""
-    console.print(
-        f"{e.task}: {e.prompts} prompts ({e.digest}), {words}{thinking}, protocol {e.protocol}: "
-        f"temperature {e.temperature:g}, at most {e.max_new_tokens} new tokens",
-        markup=False,
-        soft_wrap=True,
-    )
-    console.print(
-        f"{e.target} with {e.drafter}, {e.num_draft_tokens} drafts, {e.dtypes}, {e.device}, "
-        f"{e.batch_size} rows at a time",
-        markup=False,
-        soft_wrap=True,
-    )
-    table = _table("acceptance length, the bonus token included", "", "mean", "95%")
-    table.add_row("micro: all tokens by all steps", *_interval(s.micro))
-    table.add_row("macro: mean over responses", *_interval(s.macro))
-    console.print(table)
-    table = _table("accepted", "draft", "of all steps", "of those that came so far")
-    for i, (share, conditional) in enumerate(zip(s.positions, s.conditional, strict=True), 1):
-        table.add_row(str(i), f"{share:.0%}", f"{conditional:.0%}")
-    console.print(table)
-    for title, groups in (("context", s.by_context), ("category", s.by_category)):
-        if not groups:
-            continue
-        table = _table(f"by {title}", title, "steps", "acceptance length")
-        for group in groups:
-            table.add_row(group.name, str(group.steps), f"{group.micro:.2f}")
-        console.print(table)
-    table = _table("speed, prefill included", "", "tokens a second", "tokens", "seconds")
-    for name, speed in (("with drafts", e.drafted), ("plain", e.plain)):
-        if speed is not None:
-            figures = f"{speed.tokens_per_s:.1f}", str(speed.tokens), f"{speed.seconds:.1f}"
-            table.add_row(name, *figures)
-    console.print(table)
-    if e.plain is not None:
-        times = e.drafted.tokens_per_s / e.plain.tokens_per_s
-        console.print(f"Drafts make it {times:.2f} times as fast.", markup=False)
-
-
-def _interval(x: Interval) -> tuple[str, str]:
-    return f"{x.value:.3f}", f"{x.low:.3f}-{x.high:.3f}"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right")
-    return table

@@ -168,7 +168,7 @@ class RowsFile:
                     self.is_torn = True
                     return
                 if row is None or not is_ours:
-                    raise self._refusal(f"its line {number} is no row of generate's")
+                    raise self._refusal(f"its line {number} is no row of this command's")
                 if _is_summary(row):
                     self.is_complete = True
                     continue
@@ -355,7 +355,9 @@ def models_digest(spec: DecodeSpec, target: LoadedModel, drafter: LoadedModel | 
     drafting = dataclasses.asdict(spec.drafting) if drafter else None
     directories = [fingerprint(model.directory) for model in (target, drafter) if model]
     quantised = [spec.drafter.storage] if spec.drafter and spec.drafter.formats else []
-    return _digest([1, directories, spec.target.dtypes, *quantised, drafting])  # 1: of this format
+    return digest_of(
+        [1, directories, spec.target.dtypes, *quantised, drafting]
+    )  # 1: of this format
 
 
 def row_digest(models: str, request: PromptRequest) -> str:
@@ -372,7 +374,7 @@ def row_digest(models: str, request: PromptRequest) -> str:
         del values[name]
     rules = [] if grammar is None else [grammar.source]
     rules += [image.digest.hex() for image in images]
-    return _digest(
+    return digest_of(
         [models, request.key, prompt.id, prompt.extra, values, list(request.stop), *rules]
     )
 
@@ -422,5 +424,6 @@ def _files(directory: Path) -> Iterator[Path]:
                 yield path
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """Return a digest of JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
