@@ -15,7 +15,7 @@ _SOURCES = {
     "gemma": ("vllm-project/vllm#41703", "thinking, B200, 32 at a time"),
     "sglang": ("sgl-project/sglang#34524", "SGLang"),
 }
-_TASKS = ("gsm8k", "math500", "mbpp", "humaneval", "mt-bench", "alpaca")
+_TASKS: tuple[str, ...] = ("gsm8k", "math500", "mbpp", "humaneval", "mt-bench", "alpaca")
 
 # Target, drafter, source, temperature, drafts, and a figure for each task; "-" is unknown.
 _TABLE = """

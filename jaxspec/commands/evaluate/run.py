@@ -22,6 +22,7 @@ from jaxspec.commands.evaluate.options import EvalOptions
 from jaxspec.commands.evaluate.published import Published, published_for
 from jaxspec.commands.evaluate.score import Scorer, count_right, scorer_of
 from jaxspec.commands.evaluate.tasks import PROTOCOLS, EvalPrompt, digest, load_prompts
+from jaxspec.commands.generate.requests import Key
 from jaxspec.commands.generate.rows import RowsFile, RowsStream, digest_of, models_digest
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
@@ -136,7 +137,7 @@ def evaluate(
     modes = [Mode("drafts", engine)]
     if not options.skip_plain:
         modes.append(Mode("plain", _engine(pair.plain(), requests, Drafting(), options.batch_size)))
-    digests = {
+    digests: dict[Key, str] = {
         (mode.row(i), None): digest_of(
             [of_mode, i, ids[i], stop_ids, limit, temperature, options.seed]
         )

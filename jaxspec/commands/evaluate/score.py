@@ -72,7 +72,6 @@ def scorer_of(task: str, prompts: Sequence[EvalPrompt]) -> Scorer:
 
 def count_right(scorer: Scorer, replies: Sequence[str], prompts: Sequence[EvalPrompt]) -> int:
     """Return the number of right replies, one of each prompt."""
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return sum(pool.map(scorer.is_right, replies, [prompt.line for prompt in prompts]))
 
