@@ -41,7 +41,7 @@ class Speed:
     Attributes:
       seconds: for all of them, without compiling.
       tokens: new tokens.
-      right: replies that a scorer found right; None: not scored.
+      right: replies that a scorer made right; None: not scored.
     """
 
     seconds: float
@@ -146,12 +146,12 @@ def evaluate(
         for i in range(len(prompts))
     }
     done = rows.take_over(digests) if rows is not None else set()
-    found = {key: earlier[key[0]] for key in done}
+    made = {key: earlier[key[0]] for key in done}
     for mode in modes:
         left = [r for i, r in enumerate(requests) if (mode.row(i), None) not in done]
         for i, seconds, completion in mode.run(left, notify) if left else ():
             key = (mode.row(i), None)
-            found[key] = {
+            made[key] = {
                 "index": key[0],
                 "digest": digests[key],
                 "mode": mode.name,
@@ -163,10 +163,10 @@ def evaluate(
                 "seconds": seconds,
             }
             if rows is not None:
-                rows.write(found[key])
+                rows.write(made[key])
     if scorer is not None:
         notify("scoring the replies")
-    of_modes = [[found[mode.row(i), None] for i in range(len(prompts))] for mode in modes]
+    of_modes = [[made[mode.row(i), None] for i in range(len(prompts))] for mode in modes]
     drafted, *plain = [_speed(mine, prompts, scorer) for mine in of_modes]
     responses = [
         Response(

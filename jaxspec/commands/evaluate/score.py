@@ -102,9 +102,9 @@ def _to_closing_brace(text: str) -> str:
 
 def _numbers(text: str) -> list[Decimal]:
     made = []
-    for found in _NUMBER.findall(text.replace("{,}", ",")):
+    for literal in _NUMBER.findall(text.replace("{,}", ",")):
         with contextlib.suppress(InvalidOperation):
-            made.append(Decimal(found.replace(",", "")))
+            made.append(Decimal(literal.replace(",", "")))
     return made
 
 
