@@ -49,18 +49,25 @@ class Paging:
     Attributes:
       rows: that can have pages.
       tokens: for which there are pages, whichever rows have them.
+      prefixes: stored prefixes of `prefix_tokens` tokens each, for which there are pages besides.
     """
 
     rows: int
     tokens: int
+    prefixes: int = 0
+    prefix_tokens: int = 0
 
     def num_pages(self, row_slots: int) -> int:
         """Return the pages of a cache whose rows have at most so many slots, `NO_PAGE` included.
 
-        Each row may have a last page with one token.
+        Each row may have a last page with one token. If there are prefixes, one of a whole row fits.
         """
         largest = self.rows * pages_for(row_slots)
-        return 1 + min(largest, pages_for(self.tokens) + self.rows)
+        count = 1 + min(largest, pages_for(self.tokens) + self.rows)
+        if not self.prefixes:
+            return count
+        of_prefixes = self.prefixes * pages_for(min(row_slots, self.prefix_tokens))
+        return count + max(pages_for(row_slots), of_prefixes)
 
 
 def pages_for(slots: int) -> int:

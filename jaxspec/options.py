@@ -175,7 +175,7 @@ CacheTokens = int | Literal["auto"] | None
 """Tokens for which caches have pages: a number, or as many as memory holds. None: whole rows."""
 CACHE_TOKENS_HELP = (
     "Tokens for which caches have room, in pages of 64 that requests share: short requests leave "
-    "room for more. auto: as many as fit in memory. Default: --cache-length for every slot."
+    "room for more. auto: as many as fit in memory."
 )
 
 

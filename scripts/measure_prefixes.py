@@ -33,7 +33,7 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec import Engine, Request
-from jaxspec.engine.prefix_cache.pool import Pool, min_bytes
+from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.engine.request import Completion
 from jaxspec.registry import family_of, presets
 from jaxspec.runtime.runtime import Programs, cache_bucket
@@ -42,7 +42,7 @@ from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 
 RERENDERED, ANSWER, QUESTION, NEW = 4, 96, 32, 8
-SNAPSHOTS = 3  # that fit on the device, besides blocks of so many slots
+PREFIXES = 3  # of whole rows, for which the device has pages besides those of its slots
 
 
 def model(model_def: ModelDef, seed: int) -> LoadedModel:
@@ -101,8 +101,8 @@ def main(
     length = cache_bucket(second_tokens + NEW + 16)
     options: dict[str, Any] = dict(batch_size=slots, cache_length=length, programs=Programs())
     off = Engine(*pair, **options)
-    nbytes = SNAPSHOTS * min_bytes(off.runtime)
-    pool = Pool(off.runtime, nbytes)  # tells sizes, and allocates nothing
+    row = RowSizes(off.spec, length, off.mesh)
+    nbytes = PREFIXES * row.min_bytes
     on = Engine(*pair, prefix_bytes=nbytes, prefix_host_bytes=4 * nbytes, **options)
 
     for engine in (off, on):
@@ -115,7 +115,7 @@ def main(
     def ids(count: int) -> list[int]:
         return rng.integers(5, size, count).tolist()
 
-    first, *others = (ids(prefix_tokens) for _ in range(1 + SNAPSHOTS))
+    first, *others = (ids(prefix_tokens) for _ in range(1 + PREFIXES + slots))
     second = first[:-RERENDERED] + ids(ANSWER + QUESTION)
 
     def hot() -> float:
@@ -171,16 +171,15 @@ def main(
         title=f"{random_weights or 'bundled'} {pair[0].model_def.dtype}, {kind}, {prefix_tokens} tokens, "
         f"{slots} slots on {device}",
     )
-    for row in rows:
-        times = (f"{x:.4f}" for x in (row["seconds"], min(row["of"]), max(row["of"])))
-        table.add_row(row["name"], *times, str(row["host_hits"]))
+    for case in rows:
+        times = (f"{x:.4f}" for x in (case["seconds"], min(case["of"]), max(case["of"])))
+        table.add_row(case["name"], *times, str(case["host_hits"]))
     console = Console(width=100)
     console.print(table)
     by_name = {row["name"]: row["seconds"] for row in rows}
     console.print(
-        f"second turn {by_name['no store'] / by_name['second turn']:.1f} times sooner; a prefix of "
-        f"{prefix_tokens} tokens takes {pool.snapshot_bytes / 2**20:,.0f} MiB and "
-        f"{pool.block_bytes / pool.block / 1024:,.0f} KiB a token; {on.num_compilations} programs, "
+        f"second turn {by_name['no store'] / by_name['second turn']:.1f} times sooner; a page of 64 "
+        f"tokens takes {sum(row.page_bytes.values()) / 2**20:,.1f} MiB; {on.num_compilations} programs, "
         f"{on.timings.compile_s:.0f} s of compiling, {time.perf_counter() - began:.0f} s in all"
     )
     if json_path is not None:

@@ -63,8 +63,7 @@ class Plan:
         for name in ("read_ahead", "prefix_gib"):
             if getattr(self, name) and self.mesh.shape["data"] > 1:
                 raise FieldError(name, "needs a mesh whose data axis has one device; leave it out")
-        if self.cache_tokens is not None:
-            check_pages(self.spec, self.cache_length, self.cache_tokens, 0, self.mesh)
+        check_pages(self.spec, self.cache_length, self.cache_tokens, 0, self.mesh)
 
     def footprint(
         self, rows: int, length: int, read_ahead: int = 0, cache_tokens: int | None = None
@@ -80,6 +79,7 @@ class Plan:
             return self.cache_tokens
         rows, length = slots_on(self.mesh, self.rows), self.cache_length
         beside = dict(read_ahead=read_ahead, pass_tokens=self._pass_tokens(rows, length))
+        beside["prefix_bytes"] = planned_bytes(self, self.prefix_gib, limit, is_short=True)
         sizes = self.spec, rows, length, self.mesh
         return memory.plan_cache_tokens(*sizes, limit=limit, **beside)
 
@@ -108,9 +108,12 @@ class Plan:
             pages = length if self.cache_tokens == "auto" else self.cache_tokens
             read_ahead = memory.plan_read_ahead(*sizes, cache_tokens=pages, pass_tokens=tokens)
         limit = weight_memory.bytes_limit(self.mesh)
-        need = self.footprint(rows, length, read_ahead, self.tokens_on(limit, read_ahead))
+        tokens = self.tokens_on(limit, read_ahead)
+        need = self.footprint(rows, length, read_ahead, tokens)
         left = None if limit is None else limit - need.total
-        nbytes = planned_bytes(self, self.prefix_gib, left)
+        all_tokens = (rows + read_ahead) * length
+        is_short = self.cache_tokens == "auto" and tokens is not None and tokens < all_tokens
+        nbytes = planned_bytes(self, self.prefix_gib, left, is_short=is_short)
         return read_ahead, dataclasses.replace(need, prefixes=nbytes)
 
     def to_json(self) -> dict[str, Any]:

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol, runtime_checkable
+
+from jax.sharding import Mesh
+
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.prefix_cache.pool import Sizes, min_bytes
+from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.options import FieldError
 from jaxspec.runtime import memory
 from jaxspec.runtime.prefill import on_cpu
+from jaxspec.state import DecodeSpec
 from jaxspec.weights import memory as weight_memory
 
 GIB = 1 << 30
 
 
-def prefix_bytes(engine: Engine, gib: float | None) -> int:
+@runtime_checkable
+class Sizes(Protocol):
+    """The part of a runtime that says how large a row is."""
+
+    @property
+    def spec(self) -> DecodeSpec: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def cache_length(self) -> int: ...
+
+
+def prefix_bytes(engine: Engine, gib: float | None, *, takes_all: bool = False) -> int:
     """Return the bytes of each device for prefixes of prompts, as `planned_bytes` describes them.
+
+    Args:
+      engine: without prefixes.
+      takes_all: whether its pages take what memory is left, and would leave room for prefixes.
 
     Raises:
       FieldError: as there, or `gib` does not fit.
     """
     limit, left = weight_memory.bytes_limit(engine.mesh), None
+    is_short = takes_all and engine.cache_tokens < engine.runtime.num_rows * engine.cache_length
     if limit is not None:
         sizes = engine.spec, engine.batch_size, engine.cache_length, engine.mesh
         tokens = engine.runtime.shapes.most_tokens(engine.cache_length)
-        taken = memory.footprint(*sizes, read_ahead=engine.read_ahead, pass_tokens=tokens)
-        left = limit - taken.total
-    nbytes = planned_bytes(engine.runtime, gib, left)
+        paging = engine.runtime.paging
+        pages = engine.cache_length if is_short else paging and paging.tokens
+        beside: dict[str, Any] = dict(
+            read_ahead=engine.read_ahead, cache_tokens=pages, pass_tokens=tokens
+        )
+        left = limit - memory.footprint(*sizes, **beside).total
+    nbytes = planned_bytes(engine.runtime, gib, left, is_short=is_short)
     if left is not None and nbytes > max(left, 0):
         raise FieldError(
             "prefix_gib",
@@ -36,7 +62,9 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
     return nbytes
 
 
-def planned_bytes(sizes: Sizes, gib: float | None, left: int | None) -> int:
+def planned_bytes(
+    sizes: Sizes, gib: float | None, left: int | None, *, is_short: bool = False
+) -> int:
     """Return the bytes of each device for prefixes of prompts, whether they fit or not.
 
     Args:
@@ -44,6 +72,8 @@ def planned_bytes(sizes: Sizes, gib: float | None, left: int | None) -> int:
         On a CPU, whose memory is shared with others, an eighth of it and at most 1 GiB. Nothing if
         that holds no whole slot.
       left: bytes of a device that nothing else takes; None if that is not known.
+      is_short: whether memory holds fewer pages than all slots could need. By default prefixes then
+        get the least, since they have all pages that no request has.
 
     Raises:
       FieldError: `gib` holds no whole slot, or slots are split over devices.
@@ -54,9 +84,11 @@ def planned_bytes(sizes: Sizes, gib: float | None, left: int | None) -> int:
         return 0
     if is_split:
         raise FieldError("prefix_gib", "needs a mesh whose data axis has one device; leave it out")
-    least = min_bytes(sizes)
+    least = RowSizes(sizes.spec, sizes.cache_length, mesh).min_bytes
     if gib is None:
         assert left is not None
+        if is_short:
+            return least
         nbytes = min(left // 8, GIB) if on_cpu(mesh) else left // 2
         return nbytes if nbytes >= least else 0
     nbytes = int(gib * GIB)

@@ -26,8 +26,8 @@ from jaxspec import row_subset
 from jaxspec._deprecated import renamed_keywords
 from jaxspec.cache import Paging
 from jaxspec.engine.draft_length import DraftLengthController
+from jaxspec.engine.prefix_cache.copies import DeviceCopies, RowSizes
 from jaxspec.engine.prefix_cache.entries import PrefixStats
-from jaxspec.engine.prefix_cache.pool import Pool
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import (
     CheckedRequest,
@@ -44,6 +44,7 @@ from jaxspec.engine.request import (
     with_identity,
 )
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.engine.slots import Slots
 from jaxspec.options import (
     CacheTokens,
     ChooseLength,
@@ -106,7 +107,7 @@ class Engine:
       cache_tokens: tokens for which caches have room, in pages of 64. A request gets the pages that
         it can need, so that short requests leave room for more of them, and waits while too few are
         free. At least `cache_length`. "auto": as many as memory holds. Needs a mesh whose data axis
-        has one device, and `prefix_bytes=0`. None: every slot has room for `cache_length` positions.
+        has one device. None: every slot has room for `cache_length` positions.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
       steps_per_return: most decode steps between returns to the host.
       max_prefill_tokens: prompt tokens, padding included, that are prefilled before rows decode on;
@@ -121,7 +122,8 @@ class Engine:
       choose_length: when to verify fewer drafts than there are, if that is quicker. See
         `options.ChooseLength`.
       prefix_bytes: of each device's memory, for the prefix cache. Prompts that begin with a stored
-        prefix copy it, see `prefix_cache`. 0: none.
+        prefix share its pages, see `prefix_cache`. Pages that no request has serve prefixes too.
+        Needs a mesh whose data axis has one device. 0: none.
       prefix_host_bytes: of host memory, for prefixes that the device evicts. 0: they are dropped.
       programs: compiled programs to share with other engines; None for its own.
 
@@ -191,8 +193,7 @@ class Engine:
             slots_on(mesh, batch_size),
         )
         check_min_cache_length(spec, cache_length)
-        if cache_tokens is not None:
-            check_pages(spec, cache_length, cache_tokens, prefix_bytes, mesh)
+        check_pages(spec, cache_length, cache_tokens, prefix_bytes, mesh)
         sizes = spec, slots, cache_length, mesh
         shapes = Shapes.of(
             spec.target, slots, mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
@@ -213,6 +214,12 @@ class Engine:
                 *sizes, limit=limit, read_ahead=read_ahead, **beside
             )
         memory.check_fits(*sizes, read_ahead=read_ahead, cache_tokens=cache_tokens, **beside)
+        rows, paging, snapshots = slots + read_ahead, None, 0
+        if cache_tokens is not None:
+            paging = Paging(rows, cache_tokens)
+        if prefix_bytes:
+            snapshots, of = RowSizes(spec, cache_length, mesh).plan(prefix_bytes)
+            paging = Paging(rows, cache_tokens or rows * cache_length, **of)
         self.runtime = Runtime(
             spec,
             *weights,
@@ -221,7 +228,7 @@ class Engine:
             read_ahead=read_ahead,
             max_prefill_tokens=max_prefill_tokens,
             invariant=invariant,
-            paging=None if cache_tokens is None else Paging(slots + read_ahead, cache_tokens),
+            paging=paging,
             programs=programs,
             vision_params=target.vision.params if target.vision else None,
         )
@@ -233,7 +240,9 @@ class Engine:
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._prefixes: Store | None = None
         if prefix_bytes:
-            self._prefixes = Store(Pool(self.runtime, prefix_bytes), prefix_host_bytes)
+            self._prefixes = Store(
+                DeviceCopies(self.runtime, snapshots), prefix_host_bytes, pool_bytes=prefix_bytes
+            )
         self._next_id = 0  # of requests without one
         # Several devices, or several processes, need their programs in one order, which one thread keeps.
         self._executor = ThreadPoolExecutor(1, "jaxspec") if self.mesh.size == 1 else None
@@ -522,20 +531,21 @@ class Engine:
             self.reset()
 
     def reset(self) -> None:
-        """Drop all requests and the memory of the caches. Stored prefixes stay."""
+        """Drop all requests, and the memory of the caches unless they hold stored prefixes."""
         self._scheduler.close()
-        self._begin()
+        slots = self._scheduler.slots
+        keeps = self._prefixes is not None and slots.num_stop_ids == self.num_stop_ids
+        self._begin(slots if keeps and slots.restart() else None)
 
-    def _begin(self) -> None:
+    def _begin(self, slots: Slots | None = None) -> None:
         self._live: set[Hashable] = (
             set()
         )  # ids of requests whose completions `step` has not returned
         self._ended: list[Completion] = []  # of cancelled requests, for the next `step`
         self._scheduler = Scheduler(
-            self.runtime,
+            slots or Slots(self.runtime, self.num_stop_ids),
             self.draft_length,
             self._executor,
-            num_stop_ids=self.num_stop_ids,
             max_prefill_tokens=self.max_prefill_tokens,
             prefixes=self._prefixes,
         )
@@ -544,7 +554,7 @@ class Engine:
 def check_pages(
     spec: DecodeSpec, cache_length: int, cache_tokens: CacheTokens, prefix_bytes: int, mesh: Mesh
 ) -> None:
-    """Refuse pages for so many tokens where an engine cannot have them.
+    """Refuse pages for so many tokens, and for stored prefixes, where an engine cannot have them.
 
     Raises:
       FieldError: naming the argument and the way out.
@@ -557,17 +567,10 @@ def check_pages(
                 f"need {format_field('cache_length', cache_length)}; give as many or more"
             ),
         )
-    if prefix_bytes:
+    name = "prefix_bytes" if cache_tokens is None else "cache_tokens"
+    if (cache_tokens or prefix_bytes) and not row_subset.addressable(spec, mesh):
         raise FieldError(
-            "cache_tokens",
-            lambda format_field: (
-                f"{format_field('cache_tokens', cache_tokens)} does not go with stored prefixes "
-                f"yet; give {format_field('prefix_bytes', 0)} too"
-            ),
-        )
-    if not row_subset.addressable(spec, mesh):
-        raise FieldError(
-            "cache_tokens",
+            name,
             "needs a mesh whose data axis has one device, and a drafter that drafts by slot; "
             "leave it out",
         )

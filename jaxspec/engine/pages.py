@@ -1,19 +1,28 @@
-"""The pages of a state's caches on the host: which are free, and which row has which.
+"""The pages of a state's caches on the host: which are free, and who has which.
 
 Read `PagePool.take` and `release`. Caches whose rows have the same number of slots share a table:
 the full layers of target and drafter, the sliding layers of one window. A row gets all pages that
 it can need when it is admitted, so that it never waits for one while it decodes.
+
+Several rows and stored prefixes may have one page. A row writes to no such page, see `Sharing`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+
 import numpy as np
 
+from jaxspec import cache
 from jaxspec.cache import NO_PAGE, HostTables, pages_for
+
+Numbers = dict[int, list[int]]
+"""Numbers of pages, by the slots that a row has in their caches."""
 
 
 class PagePool:
-    """Pages of all rows.
+    """Pages of all rows, and of what else holds pages.
 
     Args:
       rows: of the state.
@@ -21,6 +30,7 @@ class PagePool:
 
     Attributes:
       tables: the pages of each row, by the slots of a row.
+      positions: for which each row has pages.
     """
 
     def __init__(self, rows: int, counts: dict[int, int]):
@@ -28,6 +38,9 @@ class PagePool:
         self.tables: HostTables = {
             slots: np.full((rows, pages_for(slots)), NO_PAGE, np.int32) for slots in counts
         }
+        self.positions = [0] * rows
+        self._holders = {slots: np.zeros(count, np.int32) for slots, count in counts.items()}
+        self._of_rows = {slots: np.zeros(count, np.int32) for slots, count in counts.items()}
         # The last one is taken first.
         self._free = {
             slots: [page for page in range(count)[::-1] if page != NO_PAGE]
@@ -36,25 +49,34 @@ class PagePool:
 
     @property
     def num_free(self) -> dict[int, int]:
-        """Free pages, by the slots of a row."""
+        """Pages that nobody has, by the slots of a row."""
         return {slots: len(free) for slots, free in self._free.items()}
 
     @property
+    def num_without_rows(self) -> dict[int, int]:
+        """Pages that no row has: they are free, or would be if stored prefixes left."""
+        return {
+            slots: self.counts[slots] - 1 - int((rows > 0).sum())
+            for slots, rows in self._of_rows.items()
+        }
+
+    @property
     def usage(self) -> float:
-        """The share of pages that rows have, of the caches that have the smallest part free."""
-        return max(1 - len(free) / (self.counts[slots] - 1) for slots, free in self._free.items())
+        """The share of pages that rows have, of the caches that have the smallest part without."""
+        left = self.num_without_rows
+        return max(1 - left[slots] / (count - 1) for slots, count in self.counts.items())
 
     def pages(self, positions: int) -> dict[int, int]:
         """Return the pages of a row of so many positions, by the slots of a row."""
         return {slots: pages_for(min(positions, slots)) for slots in self.counts}
 
     def num_fitting(self, rows: list[int]) -> int:
-        """Return how many of the first rows can have pages at the same time.
+        """Return how many of the first rows can have pages at the same time, if they share none.
 
         Args:
           rows: the positions of each.
         """
-        left = self.num_free
+        left = self.num_without_rows
         for count, positions in enumerate(rows):
             for slots, pages in self.pages(positions).items():
                 left[slots] -= pages
@@ -62,27 +84,153 @@ class PagePool:
                 return count
         return len(rows)
 
-    def take(self, row: int, positions: int) -> None:
-        """Give a row without pages those of so many positions. `num_fitting` says whether it can."""
+    def take(
+        self, row: int, positions: int, shared: Mapping[int, Mapping[int, int]] | None = None
+    ) -> None:
+        """Give a row without pages those of so many positions. As many as are not shared must be free.
+
+        Args:
+          shared: pages that others have, by the slots of a row and by their places in its table.
+        """
+        assert not self.positions[row], "the row has pages"
+        self.positions[row] = positions
         for slots, count in self.pages(positions).items():
-            free, table = self._free[slots], self.tables[slots]
-            assert (table[row] == NO_PAGE).all(), "the row has pages"
-            assert len(free) >= count, "there are too few free pages"
-            table[row, :count] = [free.pop() for _ in range(count)]
+            table, of_others = self.tables[slots], dict((shared or {}).get(slots, {}))
+            for place in range(count):
+                page = of_others[place] if place in of_others else self._free[slots].pop()
+                table[row, place] = page
+                self._holders[slots][page] += 1
+                self._of_rows[slots][page] += 1
 
     def release(self, row: int) -> None:
-        """Free the pages of a row, if it has any."""
+        """Take the pages of a row from it, if it has any."""
+        if not self.positions[row]:
+            return
+        self.positions[row] = 0
         for slots, table in self.tables.items():
-            pages = table[row]
-            self._free[slots] += pages[pages != NO_PAGE].tolist()
+            for page in table[row][table[row] != NO_PAGE].tolist():
+                self._of_rows[slots][page] -= 1
+                self.drop(slots, page)
             table[row] = NO_PAGE
 
-    def check(self) -> None:
-        """Raise an error if a page is lost, or belongs to two rows."""
+    def allocate(self, slots: int) -> int:
+        """Return a free page, held once."""
+        page = self._free[slots].pop()
+        self.hold(slots, page)
+        return page
+
+    def hold(self, slots: int, page: int) -> None:
+        """Count one holder more of a page."""
+        self._holders[slots][page] += 1
+
+    def drop(self, slots: int, page: int) -> None:
+        """Count one holder less of a page. It is free without any."""
+        self._holders[slots][page] -= 1
+        if not self._holders[slots][page]:
+            self._free[slots].append(page)
+
+    def has_rows(self, slots: int, page: int) -> bool:
+        """Return whether a row has a page."""
+        return bool(self._of_rows[slots][page])
+
+    def of_row(self, row: int) -> Numbers:
+        """Return the pages of a row in the order of their places."""
+        return {slots: t[row][t[row] != NO_PAGE].tolist() for slots, t in self.tables.items()}
+
+    def tables_of_own_pages(self, rows: np.ndarray) -> HostTables:
+        """Return the tables with the pages alone that one of these rows has and nobody else.
+
+        Args:
+          rows: [R], which of all rows.
+        """
+        tables = {slots: table.copy() for slots, table in self.tables.items()}
+        for slots, table in tables.items():
+            table[~rows] = NO_PAGE
+            table[self._holders[slots][table] > 1] = NO_PAGE
+        return tables
+
+    def check(self, others: Mapping[tuple[int, int], int] | None = None) -> None:
+        """Raise an error if a page is lost, or its holders are not those that are counted.
+
+        Args:
+          others: how many hold each page beside the rows, by the slots of a row and its number.
+        """
         for slots, count in self.counts.items():
-            used = self.tables[slots][self.tables[slots] != NO_PAGE].tolist()
-            pages = sorted(used + self._free[slots])
-            assert pages == [page for page in range(count) if page != NO_PAGE], slots
+            used = np.bincount(self.tables[slots].ravel(), minlength=count)
+            used[NO_PAGE] = 0
+            assert (used == self._of_rows[slots]).all(), slots
+            for (of, page), number in (others or {}).items():
+                if of == slots:
+                    used[page] += number
+            assert (used == self._holders[slots]).all(), slots
+            free = [page for page in range(count) if page != NO_PAGE and not used[page]]
+            assert sorted(self._free[slots]) == free, slots
+
+
+@dataclass
+class Sharing:
+    """Places in a row's table whose pages a row shares with a stored prefix, or copies.
+
+    Attributes:
+      shared: places of pages to which the row writes nothing.
+      copied: places of pages to which it writes, and whose older keys are needed.
+    """
+
+    shared: dict[int, list[int]] = field(default_factory=dict)
+    copied: dict[int, list[int]] = field(default_factory=dict)
+
+    def divide(self, slots: int, needed: Iterable[int], written: Container[int]) -> None:
+        """Share the places that are needed and not written, and copy those that are written."""
+        self.shared[slots], self.copied[slots] = [], []
+        for place in needed:
+            (self.copied if place in written else self.shared)[slots].append(place)
+
+
+def places_written(slots: int, begin: int, end: int) -> set[int]:
+    """Return the places of the pages to which a row writes positions begin .. end - 1.
+
+    Args:
+      slots: of the row. Position p is in slot p modulo this.
+    """
+    page = cache.PAGE
+    if end <= begin:
+        return set()
+    if end - begin >= slots:
+        return set(range(pages_for(slots)))
+    positions = [*range(begin, end, page), end - 1]
+    return {position % slots // page for position in positions}
+
+
+def sharing_of_entering(num_pages: Mapping[int, int], begin: int, end: int) -> Sharing:
+    """Return what a row shares that goes on behind the first tokens of a stored prefix.
+
+    Args:
+      num_pages: of the prefix, by the slots of a row.
+      begin: tokens of the prefix that the row has too.
+      end: positions that the row can have.
+    """
+    sharing = Sharing()
+    for slots, count in num_pages.items():
+        needed = range(min(count, pages_for(min(begin, slots))))
+        sharing.divide(slots, needed, places_written(slots, begin, end))
+    return sharing
+
+
+def sharing_of_keeping(num_pages: Mapping[int, int], length: int, end: int) -> Sharing:
+    """Return what a stored prefix shares with the row that it is made from.
+
+    The row goes on to write. The prefix needs a copy of the pages whose keys it overwrites.
+
+    Args:
+      num_pages: of the row, by the slots of a row.
+      length: tokens of the prefix.
+      end: positions that the row can have.
+    """
+    sharing = Sharing()
+    for slots, count in num_pages.items():
+        needed = range(min(count, pages_for(min(length, slots))))
+        sharing.divide(slots, needed, places_written(slots, max(length, slots), end))
+    return sharing
 
 
 def spread_tables(rows: int, counts: dict[int, int]) -> HostTables:

@@ -21,17 +21,17 @@ from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Completion, Request, Update, num_positions
 from jaxspec.engine.slots import Slots
 from jaxspec.runtime.prefill import PrefillPlanner, make_chunk
-from jaxspec.runtime.runtime import Runtime
 
 
 class Scheduler:
     """Requests that wait or run, and the device's calls for them.
 
     Args:
+      slots: all free.
       executor: waits for the device; None: the caller does.
       max_prefill_tokens: prompt tokens that are prefilled before rows decode on. None: those of all
         prompts that have slots.
-      prefixes: stored prefixes, which are copied instead of prefilled. None: no prefix cache.
+      prefixes: stored prefixes, which rows share. None: no prefix cache.
 
     Attributes:
       waiting: requests without a slot, in their order.
@@ -41,25 +41,28 @@ class Scheduler:
 
     def __init__(
         self,
-        runtime: Runtime,
+        slots: Slots,
         draft_length: DraftLengthController,
         executor: Executor | None,
         *,
-        num_stop_ids: int,
         max_prefill_tokens: int | None,
         prefixes: Store | None = None,
     ):
-        self.runtime, self.draft_length, self.executor = runtime, draft_length, executor
+        self.runtime = runtime = slots.runtime
+        self.slots, self.draft_length, self.executor = slots, draft_length, executor
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Request] = deque()
-        self.slots = Slots(runtime, num_stop_ids)
         self.running: list[int] = []
         vision = runtime.vision_config
         two_way = vision is not None and vision.two_way
         self._planner = PrefillPlanner(runtime.shapes, two_way=two_way)
-        self._prefixes = prefixes and PrefixPlanner(
-            prefixes, self._planner, invariant=runtime.invariant, vision=vision
-        )
+        self._prefixes: PrefixPlanner | None = None
+        if prefixes is not None:
+            prefixes.attach(slots)
+            self._prefixes = PrefixPlanner(
+                prefixes, self._planner, invariant=runtime.invariant, vision=vision
+            )
+        self._release()
         self._is_busy = False  # with a launched call
         self._prefill_tokens = 0  # since rows decoded, padding included
         self._has_deferred = False  # the next pass, for one decode call
@@ -118,7 +121,7 @@ class Scheduler:
             call = runtime.bind_prefill(slots.state, chunk, of_prefill, tables)
             slots.state, _ = call(slots.state)
         if self._prefixes is not None:
-            slots.state = self._prefixes.store.warm_up(slots.state)
+            self._prefixes.store.warm_up()
         for guided in kinds:
             call = runtime.bind_decode(slots.state, of_decode, 1, guided=guided, tables=tables)
             slots.state, _ = call(slots.state)
@@ -159,13 +162,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give slots to waiting requests, and plan the prefill of their prompts."""
+        self._release()
         free = self.slots.free
         if not self.runtime.read_ahead and (
             self._planner.pending or (self.running and len(free) < self._min_free_slots)
         ):
             return
-        self.slots.release()
-        new = dict(zip(free, self._take_waiting(self._num_fitting(len(free))), strict=False))
+        new = dict(zip(free, self._take_waiting(len(free)), strict=False))
         if not new:
             return
         self.slots.admit(new)
@@ -173,28 +176,36 @@ class Scheduler:
             self._prefixes.begin(self.slots, new)
         else:
             for slot, request in new.items():
+                self.slots.take_pages(slot, request)
                 images = self.slots.images_of(request)
                 self._planner.add({slot: request.prompt_ids}, images=images)
 
-    def _num_fitting(self, count: int) -> int:
-        """Return how many of the first waiting requests get slots, `count` at most.
-
-        They go in their order: none overtakes one that waits for pages.
-        """
-        pages, spec = self.slots.pages, self.runtime.spec
-        if pages is None:
-            return count
-        first = itertools.islice(self.waiting, count)
-        return pages.num_fitting([num_positions(spec, request) for request in first])
+    def _release(self) -> None:
+        """Free the pages of rows without a request, and forget prefixes that are not finite."""
+        slots = self.slots
+        if self._prefixes is not None and (spoiled := slots.spoiled).any():
+            assert slots.pages is not None
+            for slot in np.flatnonzero(spoiled).tolist():
+                self._prefixes.store.forget_pages(slots.pages.of_row(slot))
+        slots.release()
 
     def _take_waiting(self, count: int) -> list[Request]:
-        """Take the first waiting requests, `count` at most, but leave those that gain by waiting on."""
-        if self._prefixes is None or not count:
-            return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
-        ready = self._prefixes.ready(self.waiting, count)
-        taken = {request.id for request in ready}
-        self.waiting = deque(request for request in self.waiting if request.id not in taken)
-        return ready
+        """Take the first waiting requests, `count` at most, but leave those that gain by waiting on.
+
+        The others go in their order: none overtakes one that waits for pages.
+        """
+        if not count or not self.waiting:
+            return []
+        pages, spec = self.slots.pages, self.runtime.spec
+        if self._prefixes is None:
+            taken = list(itertools.islice(self.waiting, count))
+        else:
+            taken = self._prefixes.ready(self.waiting, count)
+        if pages is not None:
+            taken = taken[: pages.num_fitting([num_positions(spec, r) for r in taken])]
+        ids = {request.id for request in taken}
+        self.waiting = deque(request for request in self.waiting if request.id not in ids)
+        return taken
 
     def _should_prefill(self) -> bool:
         """Return whether the next call is a prefill pass. Rows that decode wait for it."""

@@ -201,19 +201,41 @@ class Slots:
             self._num_admitted += 1
             if guide is not None:
                 guides[slot] = guide.number
-            if self.pages is not None:
-                self.pages.take(slot, num_positions(self.runtime.spec, request))
         self.state = self.runtime.admit(self.state, self._new_rows(new, guides))
 
+    def take_pages(self, slot: int, request: Request) -> None:
+        """Give a row pages that nobody has."""
+        if self.pages is not None:
+            self.pages.take(slot, num_positions(self.runtime.spec, request))
+
+    @property
+    def spoiled(self) -> np.ndarray:
+        """Rows without a request that hold numbers which are not finite, [R]."""
+        return self._non_finite & np.array([row is None for row in self.rows])
+
     def release(self) -> None:
-        """Free the pages of rows without a request, after what is not finite was cleared."""
-        is_free = np.array([row is None for row in self.rows])
-        if (non_finite := is_free & self._non_finite).any():
-            self.state = self.runtime.clear(self.state, non_finite, self.tables)
-            self._non_finite &= ~non_finite
+        """Free the pages of rows without a request, after what is not finite was cleared.
+
+        What several have was finite when it was shared, and nobody wrote to it since.
+        """
+        if (spoiled := self.spoiled).any():
+            tables = None if self.pages is None else self.pages.tables_of_own_pages(spoiled)
+            self.state = self.runtime.clear(self.state, spoiled, tables)
+            self._non_finite &= ~spoiled
         if self.pages is not None:
             for slot in self.free:
                 self.pages.release(slot)
+
+    def restart(self) -> bool:
+        """Free all rows, and return whether what their caches hold is still there."""
+        if self._state is None:  # never made, or lost with a call that failed
+            return False
+        if self._output is not None:
+            self._non_finite |= np.array(self._output.non_finite)
+        self.rows = [None] * self.count
+        self._launched_slots = []
+        self.state = self.runtime.retire(self.state, np.ones(self.count, bool))
+        return True
 
     def _new_rows(self, new: Mapping[int, Request], guides: Mapping[int, int]) -> NewRows:
         """Return requests as the admitting program takes them.

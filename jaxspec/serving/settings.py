@@ -99,7 +99,7 @@ class ProgramOptions:
     )
     cache_tokens: str | None = option(
         None,
-        CACHE_TOKENS_HELP + " Stored prefixes need whole slots, so there are none with it.",
+        CACHE_TOKENS_HELP + " Default: auto on a GPU, else --cache-length for every slot.",
         metavar="N|auto",
     )
     steps_per_return: int = option(

@@ -133,7 +133,6 @@ def test_pages_are_counted_or_refused(invoke: Run) -> None:
     for wrong, message in (
         (("511",), "--cache-tokens 511 holds no whole request"),
         (("none",), "give a number of tokens, or auto"),
-        (("auto", "--prefix-gib", "1"), "--cache-tokens auto does not go with stored prefixes"),
     ):
         outcome = invoke(*dry, *wrong)
         assert outcome.code == 2

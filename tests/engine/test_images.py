@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from jaxspec import cache
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.prefix_cache import pool, store
+from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.entries import ids_of, named
 from jaxspec.engine.request import Request, kind_refusal
 from jaxspec.options import FieldError, Sampling
@@ -172,7 +173,7 @@ def fakes_target() -> LoadedModel:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "BLOCK", 4)
+    monkeypatch.setattr(cache, "PAGE", 4)
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 

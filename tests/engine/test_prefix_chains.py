@@ -1,9 +1,9 @@
 """Random chains of requests over a store of prefixes, against an engine without one.
 
 Each chain branches, shortens and extends earlier prompts by a few tokens, within the slack of the rings and beyond
-it. Requests end, run beside each other or are cancelled. The store is so small that most entries are evicted or move
-to host memory. Every completion has to have the tokens, the acceptance lengths and the log-probabilities of an engine
-that reads every prompt from its first token.
+it. Requests end, run beside each other or are cancelled. Pages are so few that requests wait for them, and that most
+entries are evicted or move to host memory. Every completion has to have the tokens, the acceptance lengths and the
+log-probabilities of an engine that reads every prompt from its first token.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxspec import cache
 from jaxspec.engine.engine import Completion, Engine, Request
-from jaxspec.engine.prefix_cache import pool, store
+from jaxspec.engine.prefix_cache import store
+from jaxspec.engine.prefix_cache.copies import RowSizes
 from tests import tiny
 from tests.cases import case, request, run
 
@@ -35,14 +37,15 @@ NEW = 8
 SLOTS = 2
 TEMPERATURES = st.sampled_from([0.0, 5.0])
 LONGEST = CACHE - NEW - 8
-ENTRIES_ON_DEVICE, ENTRIES_IN_HOST_MEMORY = 4, 3
+TOKENS = CACHE + 20  # of pages, beside those of a prefix of a whole row
+ENTRIES_IN_HOST_MEMORY = 3
 TOLERANCE = 1e-3
 """Of log-probabilities. Passes of other shapes move them by 1e-5, a key that is not the position's own by 0.01."""
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "BLOCK", 4)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PAGE", 4)
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 
@@ -52,12 +55,14 @@ def engines(name: str, drafter: str, read_ahead: int) -> tuple[Engine, Engine]:
     options: dict[str, Any] = dict(cache_length=CACHE, draft_sampling=True, logprobs=True)
     options |= dict(choose_length="never", steps_per_return=2)
     cold = case(name).engine(drafter, batch_size=1, **options)
-    of_slot = pool.min_bytes(cold.runtime)
+    runtime = cold.runtime
+    of_slot = RowSizes(runtime.spec, runtime.cache_length, runtime.mesh).min_bytes
     hot = case(name).engine(
         drafter,
         batch_size=SLOTS,
         read_ahead=read_ahead,
-        prefix_bytes=ENTRIES_ON_DEVICE * of_slot,
+        cache_tokens=TOKENS,
+        prefix_bytes=of_slot,
         prefix_host_bytes=ENTRIES_IN_HOST_MEMORY * of_slot,
         **options,
     )
@@ -162,6 +167,10 @@ class Chains(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.asked
+        scheduler, prefixes = self.hot._scheduler, self.hot._prefixes
+        assert prefixes is not None
+        assert scheduler.slots.pages is not None
+        scheduler.slots.pages.check(prefixes.holders)
 
     def check(self, done: Completion) -> None:
         """Compare with an engine that has no store."""

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from jaxspec import cache
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.prefix_cache import pool, store
+from jaxspec.engine.prefix_cache import store
+from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.engine.request import Completion, Update
 from tests.cases import CACHE_LENGTH, NEW_TOKENS, case, request
 
@@ -124,36 +125,34 @@ class Trial:
 
 
 OPERATIONS = ("add", "add", "cancel", "step", "step", "step", "finish", "new weights")
-ENGINES: dict[tuple[str | None, int, int | None, bool], Engine] = {}
-SOME_PREFIXES = 3  # that the store has room for, on the device and in host memory
+ENGINES: dict[tuple[str | None, int, int | None, str], Engine] = {}
+SOME_PREFIXES = 3  # that the store has room for in host memory
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "BLOCK", 4)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "PAGE", 4)
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 
-def engine_of(
-    drafter: str | None, read_ahead: int, most: int | None, stored: bool, *, paged: bool = False
-) -> Engine:
+def engine_of(drafter: str | None, read_ahead: int, most: int | None, kind: str) -> Engine:
     """Return an engine, the same one for the same options. A lone row has a program of its own where that can be.
 
     Args:
-      stored: with a store of prefixes, from which most are evicted.
-      paged: with pages for a little more than one whole row.
+      kind: of its caches: "whole rows"; "pages" for a little more than one whole row; "stored
+        prefixes" in such pages, from which most are evicted.
     """
-    key = drafter, read_ahead, most, stored, paged
+    key = drafter, read_ahead, most, kind
     if key not in ENGINES:
         options: dict[str, Any] = dict(batch_size=SLOTS, steps_per_return=2)
         options |= dict(read_ahead=read_ahead, max_prefill_tokens=most)
-        if paged:
+        if kind != "whole rows":
             options["cache_tokens"] = CACHE_LENGTH + 10
         made = case(NAME).engine(drafter, **options)
-        if stored:
-            nbytes = SOME_PREFIXES * pool.min_bytes(made.runtime)
-            options |= dict(prefix_bytes=nbytes, prefix_host_bytes=nbytes)
+        if kind == "stored prefixes":
+            runtime = made.runtime
+            nbytes = RowSizes(runtime.spec, runtime.cache_length, runtime.mesh).min_bytes
+            options |= dict(prefix_bytes=nbytes, prefix_host_bytes=SOME_PREFIXES * nbytes)
             made = case(NAME).engine(drafter, **options)
         if drafter is None:
             made.warm_up()
@@ -180,7 +179,8 @@ def go_through(trial: Trial, count: int, seed: int) -> None:
                 trial.step()
     trial.finish()
     if (pages := trial.engine._scheduler.slots.pages) is not None:
-        pages.check()
+        prefixes = trial.engine._prefixes
+        pages.check(None if prefixes is None else prefixes.holders)
 
 
 @settings(max_examples=6, deadline=None)
@@ -194,8 +194,7 @@ def go_through(trial: Trial, count: int, seed: int) -> None:
 def test_random_operations(
     seed: int, drafter: str | None, read_ahead: int, most: int | None, kind: str
 ) -> None:
-    stored, paged = kind == "stored prefixes", kind == "pages"
-    go_through(Trial(engine_of(drafter, read_ahead, most, stored, paged=paged)), 60, seed)
+    go_through(Trial(engine_of(drafter, read_ahead, most, kind)), 60, seed)
 
 
 @pytest.mark.slow
@@ -203,8 +202,7 @@ def test_random_operations(
 @pytest.mark.parametrize("kind", ["whole rows", "stored prefixes", "pages"])
 def test_ten_thousand_operations(read_ahead: int, kind: str) -> None:
     """They neither leak slots nor memory nor pages."""
-    stored, paged = kind == "stored prefixes", kind == "pages"
-    engine = engine_of("mixed", read_ahead, None, stored, paged=paged)
+    engine = engine_of("mixed", read_ahead, None, kind)
     trial = Trial(engine)
     go_through(trial, 1000, seed=0)
     engine.target_params = engine.target_params  # empties the store, with what is in host memory

@@ -30,6 +30,7 @@ from jaxspec.configs.gemma4_vision import PRESETS as VISION_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.engine.prefix_cache.copies import copy_pages
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.layers import project_gated
 from jaxspec.models.target import ImageTokens
@@ -253,6 +254,28 @@ def test_a_loop_over_a_few_of_many_slots_copies_no_cache(
         not paged and preset == "31b"
     ):  # XLA reads one row of E4B's small rings; for 26B-A4B it was not settled
         assert moves_of_caches(hlo, [cache for cache in state.caches if cache is not None]) == []
+
+
+@pytest.mark.parametrize(("preset", "drafts"), [("31b", "chain"), ("26b-a4b", "mtp")])
+def test_pages_of_prefixes_are_copied_within_the_caches(preset: str, drafts: str) -> None:
+    """The program that gives rows copies of pages writes into the caches, and writes nothing else of their size."""
+    spec = small(preset, drafts)
+    options: dict[str, Any] = dict(cache_length=2048, num_stop_ids=4)
+    options |= dict(cache_dtype=spec.target.cache_dtype, paging=Paging(32, 16 * 2048))
+    state = jax.eval_shape(lambda: states.init_state(spec, 32, **options))
+    caches = caches_of((state.caches, state.drafter))
+    pairs = {}
+    for cache in caches:
+        count = 1 if cache.ring_slack is None else pages_for(cache.num_slots)
+        pairs[cache.num_slots] = (jax.ShapeDtypeStruct((count,), jnp.int32),) * 2
+    compiled = H200.compile(copy_pages, state, pairs, donate_argnums=0)
+    memory = compiled.memory_analysis()
+    print(f"{preset} {drafts}: {memory}")
+    assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))
+    of_rows = [
+        math.prod(c.k.shape[1:]) * c.k.dtype.itemsize * pages_for(c.num_slots) for c in caches
+    ]
+    assert memory.temp_size_in_bytes < 2 * sum(of_rows)  # the pages that are copied
 
 
 def compile_pass(

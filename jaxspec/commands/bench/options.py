@@ -96,7 +96,11 @@ class TraceOptions:
         7, "Of the lengths and arrivals that are generated.", range=at_least(0)
     )
     slots: int = option(32, "Requests that are decoded together.", range=at_least(1))
-    cache_tokens: str | None = option(None, CACHE_TOKENS_HELP, metavar="N|auto")
+    cache_tokens: str | None = option(
+        None,
+        CACHE_TOKENS_HELP + " Default: the longest request for every slot.",
+        metavar="N|auto",
+    )
     steps_per_return: int = option(
         16, "Most decode steps between two looks at what came.", range=at_least(1)
     )

@@ -11,8 +11,10 @@ import signal
 import sys
 from typing import Any
 
+from jax.sharding import Mesh
 from rich.console import Console
 
+from jaxspec import row_subset
 from jaxspec.api import BUNDLED
 from jaxspec.commands import interruption
 from jaxspec.commands.dry_run import Plan, write
@@ -30,7 +32,14 @@ from jaxspec.commands.startup import (
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import check_max_cache_length
-from jaxspec.options import Drafting, FieldError, ProgramFeatures, parse_cache_tokens
+from jaxspec.options import (
+    CacheTokens,
+    Drafting,
+    FieldError,
+    ProgramFeatures,
+    parse_cache_tokens,
+)
+from jaxspec.runtime.prefill import on_cpu
 from jaxspec.runtime.runtime import cache_length_for, make_spec
 from jaxspec.serving import server
 from jaxspec.serving.app import make_app
@@ -150,18 +159,18 @@ def dry_run(
     target, drafter = load_models(models, read_weights=False, vision=True)
     if has_all_files(models.target):
         grammars_of(target, Tokenizer.load(target.directory), programs, drafting)
-    check_prefixes(programs)
     spec, length = sizes_of(target, drafter, programs, programs.program_features, drafting)
+    mesh = mesh_of(target=target.params)
     plan = Plan(
         spec,
-        mesh_of(target=target.params),
+        mesh,
         programs.slots,
         length,
         read_ahead=None,
         max_prefill_tokens=programs.max_prefill_tokens,
         invariant=programs.invariant,
-        cache_tokens=parse_cache_tokens(programs.cache_tokens),
-        prefix_gib=0 if programs.cache_tokens else programs.prefix_gib,
+        cache_tokens=cache_tokens_of(programs, spec, mesh),
+        prefix_gib=programs.prefix_gib,
     )
     if programs.prefix_host_gib and not plan.need[1].prefixes:
         raise FieldError("prefix_host_gib", HOLDS_NONE)
@@ -240,20 +249,18 @@ def make_engine(
         drafting=drafting,
         program_features=program_features,
         batch_size=programs.slots,
-        cache_tokens=parse_cache_tokens(programs.cache_tokens),
         num_stop_ids=programs.max_stop_ids,
         steps_per_return=programs.steps_per_return,
         max_prefill_tokens=programs.max_prefill_tokens,
         choose_length=programs.choose_length,
         invariant=programs.invariant,
     )
-    _, length = sizes_of(target, drafter, programs, program_features, drafting)
-    check_prefixes(programs)
-    engine = Engine(target, drafter, cache_length=length, **shared)
-    if programs.cache_tokens:
-        return engine
-    shared |= dict(cache_length=length, read_ahead=engine.read_ahead)
-    nbytes = prefix_bytes(engine, programs.prefix_gib)
+    spec, length = sizes_of(target, drafter, programs, program_features, drafting)
+    tokens = cache_tokens_of(programs, spec, mesh_of(target=target.params))
+    shared |= dict(cache_length=length, cache_tokens=tokens)
+    engine = Engine(target, drafter, **shared)
+    shared["read_ahead"] = engine.read_ahead
+    nbytes = prefix_bytes(engine, programs.prefix_gib, takes_all=tokens == "auto")
     host_bytes = int(programs.prefix_host_gib * GIB)
     if host_bytes and not nbytes:
         raise FieldError("prefix_host_gib", HOLDS_NONE)
@@ -262,16 +269,16 @@ def make_engine(
     return Engine(target, drafter, prefix_bytes=nbytes, prefix_host_bytes=host_bytes, **shared)
 
 
-def check_prefixes(programs: ProgramOptions) -> None:
-    """Refuse stored prefixes beside pages, with FieldError."""
-    if programs.cache_tokens and (programs.prefix_gib or programs.prefix_host_gib):
-        raise FieldError(
-            "cache_tokens",
-            lambda format_field: (
-                f"{format_field('cache_tokens', programs.cache_tokens)} does not go with stored "
-                f"prefixes yet; give {format_field('prefix_gib', 0)}, or leave it out"
-            ),
-        )
+def cache_tokens_of(programs: ProgramOptions, spec: DecodeSpec, mesh: Mesh) -> CacheTokens:
+    """Return the tokens for which caches have room.
+
+    By default slots share pages on a GPU, where they can, so that memory that does not hold every
+    slot whole serves as many requests as it holds.
+    """
+    tokens = parse_cache_tokens(programs.cache_tokens)
+    if tokens is None and not on_cpu(mesh) and row_subset.addressable(spec, mesh):
+        return "auto"
+    return tokens
 
 
 def sizes_of(

@@ -1,17 +1,22 @@
-"""The prefix cache: contents of rows after some tokens of their prompts, stored for other rows.
+"""The prefix cache: contents of rows after some tokens of their prompts, shared with other rows.
 
-A prompt that begins as an earlier one gets its row's caches by a copy. Only the rest is prefilled.
-Read `entries` and `store`, then `planner`; `pool` has the arrays and the programs that copy them.
+A prompt that begins as an earlier one shares that one's pages. Only the rest is prefilled. Read
+`entries` and `store`, then `planner`; `copies` has the programs that copy what cannot be shared.
 
 An *entry* has the contents of a row after its first q tokens. Its parts are of two kinds:
 
-    blocks       K/V of full layers, target's and drafter's, for 128 tokens each. Entries that begin alike share them.
-    a snapshot   all else of a row: rings, which hold the newest tokens only, and a drafter's other
-    state.
+    pages        K/V of all layers, target's and drafter's, 64 tokens each
+    a snapshot   what a drafter keeps besides: some kilobytes
 
-A snapshot is useless without its blocks, and blocks without a snapshot. So an entry has all of
-them, and is evicted as a whole. All arrays live in a pool of fixed shapes, which is allocated once
-and written in place. The pool is split so that each snapshot has blocks for half a slot.
+The pages are those of the row itself, and of every row that goes on from the entry: each page counts
+its holders, and is free without any. Rows and entries have one pool of pages. A row is admitted as
+if it shared none, and entries are evicted for it.
+
+**What is copied.** A row writes to no page that another holds. So it gets a copy of a page to which
+it will write: of the one that its first new token goes to, if older tokens are in it, and of those
+pages of a ring that it will write over. An entry in turn gets a copy of the ring pages that its own
+row will write over. All of this is known when a row enters and when an entry is made, because a row
+has all its pages from the start. See `pages.sharing_of_entering` and `sharing_of_keeping`.
 
 **Where entries are made.** At the end of each prompt; where passes over a prompt end; and where two
 prompts part. The last point is known when the second prompt comes. Its pass is cut there. Only
@@ -30,13 +35,14 @@ by chance go before all others: else one long prompt would evict every conversat
 memory, an evicted entry moves there, and back when a prompt hits it.
 
 **Waiting.** Prompts that come together with a common beginning are prefilled one after the other.
-The others wait until the first one has prefilled the common part, and copy it.
+The others wait until the first one has prefilled the common part, and share it.
 
-**Identity.** Entries are found by chained hashes of their blocks, and then their tokens are
+**Identity.** Entries are found by chained hashes of their pages' tokens, and then their tokens are
 compared. A store belongs to one engine, with its models and dtype. Other weights empty it, and rows
-that are being prefilled then store nothing.
+that are being prefilled then store nothing. Entries that share a page with a row whose numbers are
+not finite are forgotten.
 
 **Invariance.** With `invariant=True` a row goes on only where a pass over its own prompt would have
-ended, from an entry that passes of the same widths made. So its numbers are those of a run without
-the cache, to the last bit. It never rolls back, and its passes are not cut.
+ended, from an entry that passes of the same widths made. So its numbers are those of a run that
+found no prefix, to the last bit. It never rolls back, and its passes are not cut.
 """

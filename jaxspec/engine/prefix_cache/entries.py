@@ -1,4 +1,4 @@
-"""Data of the prefix cache: prompts, blocks, entries and counts."""
+"""Data of the prefix cache: prompts, pages, entries and counts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Prompt:
 
     Attributes:
       tokens: as `named` returns them.
-      keys: of the first block, of the first two, and so on; the last tokens may be in none.
+      keys: of the first page, of the first two, and so on; the last tokens may be in none.
       passes: over the prompt, if entries have to come from the same ones; None if from any.
     """
 
@@ -50,15 +50,13 @@ class Prompt:
     passes: Passes | None = None
 
     @classmethod
-    def of(
-        cls, ids: Sequence[int] | np.ndarray, block: int, passes: Passes | None = None
-    ) -> Prompt:
-        """Hash a prompt, block by block."""
+    def of(cls, ids: Sequence[int] | np.ndarray, page: int, passes: Passes | None = None) -> Prompt:
+        """Hash a prompt, page by page."""
         tokens = np.asarray(ids, np.int64)
         keys, key = [], 0
-        for end in range(block, len(tokens) + 1, block):
-            mine = [p for p in passes or () if p[0] < end and sum(p) > end - block]
-            key = hash((key, tokens[end - block : end].tobytes(), *mine))
+        for end in range(page, len(tokens) + 1, page):
+            mine = [p for p in passes or () if p[0] < end and sum(p) > end - page]
+            key = hash((key, tokens[end - page : end].tobytes(), *mine))
             keys.append(key)
         return cls(tokens, tuple(keys), passes)
 
@@ -73,18 +71,20 @@ class Prompt:
 
 
 @dataclass(eq=False)
-class Block:
-    """The K/V of some tokens in all full layers.
+class Page:
+    """A page of stored prefixes.
 
     Attributes:
-      key: of the tokens up to its last; None if it is not full, so that one entry alone has it.
-      index: in the pool; None if no entry there uses it.
+      slots: of a row in the caches that it belongs to.
+      key: of the tokens up to its last, if it is a full page of a cache that is no ring; else None.
+      number: on the device; None if no entry there uses it.
       host: its copy in host memory, likewise.
       users, host_users: entries that use either.
     """
 
-    key: int | None
-    index: int | None = None
+    slots: int
+    key: int | None = None
+    number: int | None = None
     host: Any = None
     users: int = 0
     host_users: int = 0
@@ -95,18 +95,19 @@ class Entry:
     """Contents of a row after some tokens.
 
     Attributes:
-      reach: positions that were ever written into the snapshot's rings. A row that was restored
-        from a longer entry still has that entry's positions there. So its own entry may be
-        shortened by less than an entry of the same length that was prefilled from the start.
+      pages: by the slots of a row, in the order of their places in a row's table.
+      reach: positions that were ever written into the rings. A row that went on from a shortened
+        entry still has that entry's positions there. So its own entry may be shortened by less than
+        an entry of the same length that was prefilled from the start.
       is_spare: whether it is unused, and where a pass ended by chance.
-      index: of its snapshot in the pool; None if the entry is in host memory.
+      index: of its snapshot on the device; None if the entry is in host memory.
       host: the snapshot there.
     """
 
     tokens: np.ndarray
     keys: tuple[int, ...]
     passes: Passes | None
-    blocks: list[Block]
+    pages: dict[int, list[Page]]
     reach: int
     is_spare: bool
     index: int | None = None
@@ -114,6 +115,11 @@ class Entry:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def all_pages(self) -> list[Page]:
+        """Its pages of all caches."""
+        return [page for pages in self.pages.values() for page in pages]
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,12 @@ class PrefixStats:
 
     Attributes:
       queries, hits: prompts that were looked up, and those of which a prefix was there.
-      query_tokens, hit_tokens: of all prompts, and those that were copied.
+      query_tokens, hit_tokens: of all prompts, and those that were not prefilled.
       host_hits: hits that had to come from host memory.
       evictions: entries that had to leave the device; moves to host memory are among them.
       entries, host_entries: held now.
       used_bytes, host_bytes: of these.
-      pool_bytes: allocated on each device, once used.
+      pool_bytes: of each device, that are there for prefixes alone. Pages of rows serve them too.
     """
 
     queries: int = 0

@@ -13,7 +13,7 @@ import numpy as np
 from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
 from jaxspec.engine.prefix_cache.entries import Entry, Passes, Prompt, named
 from jaxspec.engine.prefix_cache.store import Store
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, num_positions
 from jaxspec.engine.slots import Row, Slots
 from jaxspec.runtime.prefill import PrefillPlanner
 
@@ -112,7 +112,7 @@ class PrefixPlanner:
             if self.invariant:
                 ids = ()  # passes over it are not those that its length gives
         passes = self._passes(len(ids)) if self.invariant else None
-        return Prompt.of(ids, self.store.pool.block, passes)
+        return Prompt.of(ids, self.store.page, passes)
 
     def _passes(self, length: int) -> Passes:
         """Return the passes over a prompt of some length."""
@@ -139,7 +139,7 @@ class PrefixPlanner:
             ends = [sum(one) for one, two in both if one == two and sum(one) <= shared]
             point = max(ends, default=0)
         elif other.last_reach - shared > store.slack:
-            point = stop = shared // store.pool.block * store.pool.block
+            point = stop = shared // store.page * store.page
         hit = store.find(prompt)
         if point <= other.position or point - (hit.length if hit else 0) < store.min_tokens:
             return False
@@ -150,24 +150,24 @@ class PrefixPlanner:
     # --- when it gets one --------------------------------------------------------------------------------
 
     def begin(self, slots: Slots, new: Mapping[int, Request]) -> None:
-        """Copy the stored prefixes of new rows' prompts, and plan the prefill of the rest."""
+        """Give new rows their pages, of stored prefixes where they can, and plan the prefill of the rest."""
         for slot, request in new.items():
             row = slots.rows[slot]
             assert row is not None
             images = slots.images_of(request)
+            positions = num_positions(slots.runtime.spec, request)
             if images and self.invariant:
+                self.store.enter(slot, positions, None)
                 self.planner.add({slot: request.prompt_ids}, images=images)
                 continue
             prompt = self._prompts.pop(request.id, None) or self._prompt_of(request)
             hit, shared = self.store.look_up(prompt)
-            state = hit and self.store.restore(slots.state, slot, hit)
-            if hit and state is not None:
-                slots.state, row.cached_tokens = state, hit.length
+            row.cached_tokens = self.store.enter(slot, positions, hit)
             progress = PrefillProgress(
                 prompt,
                 row,
                 position=row.cached_tokens,
-                reach=hit.entry.reach if hit and state is not None else 0,
+                reach=hit.entry.reach if hit and row.cached_tokens else 0,
                 stops=self._stops.pop(request.id, set()),
                 version=self.store.version,
             )
@@ -188,6 +188,9 @@ class PrefixPlanner:
 
     def keep(self, slots: Slots) -> None:
         """Store rows after the newest pass."""
+        for slot in self.planner.last_ends:
+            if (made := self._progress.get(slot)) and slots.is_non_finite(slot):
+                self.store.forget(made.made)  # before any of them moves to host memory
         for slot, end in self.planner.last_ends.items():
             progress = self._progress.get(slot)
             if progress is None:
@@ -195,14 +198,12 @@ class PrefixPlanner:
             is_over = end == len(progress.prompt)
             if slots.rows[slot] is not progress.row:  # it was cancelled
                 is_over = True
-            elif slots.is_non_finite(slot):
-                self.store.forget(progress.made)
-            elif progress.version == self.store.version:
-                self._keep(slots, slot, progress, end)
+            elif not slots.is_non_finite(slot) and progress.version == self.store.version:
+                self._keep(slot, progress, end)
             if is_over:
                 del self._progress[slot]
 
-    def _keep(self, slots: Slots, slot: int, progress: PrefillProgress, end: int) -> None:
+    def _keep(self, slot: int, progress: PrefillProgress, end: int) -> None:
         progress.position, progress.reach = end, max(progress.reach, end)
         prompt, is_end = progress.prompt, end == len(progress.prompt)
         is_spare = not is_end and end not in progress.stops
@@ -213,8 +214,6 @@ class PrefixPlanner:
             is_spare = end < sum(prompt.passes[-2])  # the last one before the end is as good as it
         elif is_spare and progress.last_reach - end <= self.store.slack:
             return  # the entry at the prompt's end serves, too
-        made = self.store.keep(
-            slots.state, slot, prompt, end, reach=progress.reach, is_spare=is_spare
-        )
+        made = self.store.keep(slot, prompt, end, reach=progress.reach, is_spare=is_spare)
         if made is not None:
             progress.made.append(made)

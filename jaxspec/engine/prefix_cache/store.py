@@ -1,61 +1,81 @@
 """The store of prefixes: lookup, storage and eviction.
 
-This module knows no arrays. A `pool.Pool` copies them. Read `Store.find`, then `Store.keep`.
+This module knows no arrays. `copies.Copies` copies what has to be copied. Read `Store.find`,
+`Store.enter` and `Store.keep`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxspec.engine.prefix_cache.entries import Block, Entry, Hit, PrefixStats, Prompt, ids_of
+from jaxspec import cache
+from jaxspec.engine.pages import (
+    Numbers,
+    PagePool,
+    sharing_of_entering,
+    sharing_of_keeping,
+)
+from jaxspec.engine.prefix_cache.entries import Entry, Hit, Page, PrefixStats, Prompt, ids_of
 
 MIN_TOKENS = 256
-"""Fewer tokens are not worth a copy: a GPU prefills them in the time of reading its weights once."""
+"""Fewer tokens are not worth an entry: a GPU prefills them in the time of reading its weights once."""
 MAX_SEEN = 1 << 16
-"""Remembered blocks of prompts, to find where two prompts part. They take 100 bytes each."""
+"""Remembered pages of prompts, to find where two prompts part. They take 100 bytes each."""
+
+
+@runtime_checkable
+class PagedRows(Protocol):
+    """The part of `slots.Slots` that a store needs. `Copies` take all of it."""
+
+    @property
+    def pages(self) -> PagePool | None: ...
 
 
 @runtime_checkable
 class Copies(Protocol):
-    """The part of a `pool.Pool` that a store needs. Bytes are those of one device."""
+    """The part of `copies.DeviceCopies` that a store needs. Bytes are those of one device."""
 
-    block: int
-    num_blocks: int
+    rings: frozenset[int]
     num_snapshots: int
-    block_bytes: int
+    page_bytes: dict[int, int]
     snapshot_bytes: int
     slack: int | None
 
-    def keep(self, state: Any, row: int, blocks: Sequence[tuple[int, int]], snapshot: int) -> None:
-        """Copy numbered blocks of a row to their indices, and its snapshot."""
+    def copy_pages(self, rows: Any, pairs: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Copy pages to others of the same caches."""
         ...
 
-    def restore(
-        self,
-        state: Any,
-        row: int,
-        indices: Sequence[int],
-        snapshot: int,
-        tokens: np.ndarray,
-    ) -> Any:
-        """Copy the first blocks of an entry and its snapshot into a row."""
+    def keep(self, rows: Any, row: int, snapshot: int) -> None:
+        """Copy what a row has beside pages to a snapshot."""
         ...
 
-    def lift(self, kind: str, index: int) -> Any:
-        """Return a copy of a block or a snapshot in host memory."""
+    def restore(self, rows: Any, row: int, snapshot: int, tokens: np.ndarray) -> None:
+        """Copy a snapshot into a row that goes on behind these tokens."""
         ...
 
-    def lower(self, kind: str, index: int, copy: Any) -> None:
-        """Put such a copy into the pool."""
+    def lift(self, rows: Any, slots: int, page: int) -> Any:
+        """Return a copy of a page in host memory."""
         ...
 
-    def warm_up(self, state: Any, *, with_host: bool) -> Any:
+    def lower(self, rows: Any, slots: int, page: int, copy: Any) -> None:
+        """Put such a copy into a page."""
+        ...
+
+    def lift_snapshot(self, index: int) -> Any:
+        """Return a copy of a snapshot in host memory."""
+        ...
+
+    def lower_snapshot(self, index: int, copy: Any) -> None:
+        """Put such a copy into a snapshot."""
+        ...
+
+    def warm_up(self, rows: Any, *, with_host: bool) -> None:
         """Compile all programs."""
         ...
 
@@ -71,64 +91,93 @@ class Store:
     Args:
       host_bytes: of host memory for entries that leave the device; 0 for none.
       min_tokens: least length of a stored entry.
+      pool_bytes: of each device, that are there for prefixes alone.
 
     Attributes:
+      page: tokens of a page.
       version: another number after each `clear`.
     """
 
-    pool: Copies
+    copies: Copies
     host_bytes: int = 0
     min_tokens: int = field(default_factory=lambda: MIN_TOKENS)
+    pool_bytes: int = 0
     version: int = 0
     counts: PrefixStats = field(default_factory=PrefixStats)
 
     def __post_init__(self) -> None:
+        self.page = cache.PAGE
+        self._rows: PagedRows | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._device: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._host: OrderedDict[Entry, None] = OrderedDict()
-        self._blocks: dict[int, Block] = {}
+        self._on_device: dict[tuple[int, int], Page] = {}  # by the slots of a row and their numbers
+        self._by_key: dict[tuple[int, int], Page] = {}  # by the slots of a row
         self._at: dict[int, dict[Entry, None]] = {}  # entries for prompts with that key
         self._seen: OrderedDict[int, None] = OrderedDict()
-        self._free_blocks = list(range(self.pool.num_blocks))[::-1]
-        self._free_snapshots = list(range(self.pool.num_snapshots))[::-1]
+        self._free_snapshots = list(range(self.copies.num_snapshots))[::-1]
         self._host_used = 0
 
     @property
     def slack(self) -> float:
         """Positions below an entry's reach at which a row may go on."""
-        return math.inf if self.pool.slack is None else self.pool.slack
+        return math.inf if self.copies.slack is None else self.copies.slack
 
     @property
     def stats(self) -> PrefixStats:
         """Its counts and contents."""
-        pool, now = self.pool, PrefixStats(**vars(self.counts))
-        blocks = pool.num_blocks - len(self._free_blocks)
-        snapshots = pool.num_snapshots - len(self._free_snapshots)
+        now = PrefixStats(**vars(self.counts))
         now.entries, now.host_entries = len(self._device), len(self._host)
-        now.used_bytes = blocks * pool.block_bytes + snapshots * pool.snapshot_bytes
-        now.host_bytes = self._host_used
-        now.pool_bytes = (
-            pool.num_blocks * pool.block_bytes + pool.num_snapshots * pool.snapshot_bytes
+        now.used_bytes = len(self._device) * self.copies.snapshot_bytes + self._bytes_of(
+            self._on_device.values()
         )
+        now.host_bytes, now.pool_bytes = self._host_used, self.pool_bytes
         return now
+
+    @property
+    def rows(self) -> PagedRows:
+        """The rows whose pages it shares."""
+        assert self._rows is not None, "no rows were attached"
+        return self._rows
+
+    @property
+    def pages(self) -> PagePool:
+        """The pages of the rows."""
+        assert self.rows.pages is not None
+        return self.rows.pages
+
+    @property
+    def holders(self) -> dict[tuple[int, int], int]:
+        """Counts of the pages that it holds, as `PagePool.check` takes them."""
+        return dict.fromkeys(self._on_device, 1)
+
+    def attach(self, rows: PagedRows) -> None:
+        """Share the pages of these rows, and forget all entries in those of others."""
+        if rows is not self._rows:
+            self.version += 1
+            self._forget()
+            self._rows = rows
 
     def clear(self, *, drop_arrays: bool = False) -> None:
         """Forget all entries.
 
         Args:
-          drop_arrays: whether to free their memory too; it is allocated again when it is needed.
+          drop_arrays: whether the rows may be lost, and with them what was stored.
         """
         self.version += 1
+        for slots, number in self._on_device:
+            self.pages.drop(slots, number)
         self._forget()
         if drop_arrays:
-            self.pool.drop()
+            self._rows = None
+            self.copies.drop()
 
-    def warm_up(self, state: Any) -> Any:
+    def warm_up(self) -> None:
         """Compile all programs, and forget all entries."""
         self.clear()
-        return self.pool.warm_up(state, with_host=self.host_bytes > 0)
+        self.copies.warm_up(self.rows, with_host=self.host_bytes > 0)
 
     # --- looking up --------------------------------------------------------------------------------------
 
@@ -154,8 +203,8 @@ class Store:
         """Count a prompt that is about to be prefilled, and remember it.
 
         Returns:
-          The entry for it, and the number of its tokens, in whole blocks, that an earlier prompt
-          had too.
+          The entry for it, and the number of its tokens, in whole pages, that an earlier prompt had
+          too.
         """
         shared = 0
         for shared, key in enumerate((*prompt.keys, None)):  # noqa: B007
@@ -169,31 +218,65 @@ class Store:
         hit = self.find(prompt)
         self.counts.queries += 1
         self.counts.query_tokens += len(prompt)
-        return hit, min(shared, (len(prompt) - 1) // self.pool.block) * self.pool.block
+        return hit, min(shared, (len(prompt) - 1) // self.page) * self.page
 
-    def restore(self, state: Any, row: int, hit: Hit) -> Any:
-        """Copy an entry into a row; return None if the device has no space for it."""
-        entry = hit.entry
+    def enter(self, row: int, positions: int, hit: Hit | None) -> int:
+        """Give a row its pages, and return how many tokens of its prompt they hold.
+
+        The row shares the pages of an entry to which it writes nothing, and gets a copy of others.
+        `PagePool.num_fitting` has said that it can have as many.
+
+        Args:
+          positions: for which the row needs pages.
+          hit: the entry for it; None if there is none.
+        """
+        if hit is not None and self._enter(row, positions, hit):
+            self.counts.hits += 1
+            self.counts.hit_tokens += hit.length
+            return hit.length
+        has_room = self._make_room(self.pages.pages(positions))
+        assert has_room, "a row was admitted that has no room"
+        self.pages.take(row, positions)
+        return 0
+
+    def _enter(self, row: int, positions: int, hit: Hit) -> bool:
+        """Give a row its pages, those of an entry among them; return whether there is room for that."""
+        entry, pages = hit.entry, self.pages
         entry.is_spare = False
         if entry.index is None:
             if not self._bring_back(entry):
-                return None
+                return False
             self.counts.host_hits += 1
         self._device.move_to_end(entry)
-        self.counts.hits += 1
-        self.counts.hit_tokens += hit.length
-        count = -(-hit.length // self.pool.block)
-        indices = [_index_of(block) for block in entry.blocks[:count]]
+        counts = {slots: len(of) for slots, of in entry.pages.items()}
+        sharing = sharing_of_entering(counts, hit.length, positions)
+        needed = {
+            slots: count - len(sharing.shared[slots])
+            for slots, count in pages.pages(positions).items()
+        }
+        if not self._make_room(needed, keep=entry):
+            return False
+        numbers = {slots: [_number_of(page) for page in of] for slots, of in entry.pages.items()}
+        shared = {
+            slots: {place: numbers[slots][place] for place in places}
+            for slots, places in sharing.shared.items()
+        }
+        pages.take(row, positions, shared)
+        own = pages.of_row(row)
+        pairs = {
+            slots: [(numbers[slots][place], own[slots][place]) for place in places]
+            for slots, places in sharing.copied.items()
+        }
+        self.copies.copy_pages(self.rows, pairs)
         assert entry.index is not None
-        return self.pool.restore(
-            state, row, indices, entry.index, ids_of(entry.tokens[: hit.length])
-        )
+        tokens = ids_of(entry.tokens[: hit.length])
+        self.copies.restore(self.rows, row, entry.index, tokens)
+        return True
 
     # --- storing -----------------------------------------------------------------------------------------
 
     def keep(
         self,
-        state: Any,
         row: int,
         prompt: Prompt,
         length: int,
@@ -201,20 +284,20 @@ class Store:
         reach: int | None = None,
         is_spare: bool,
     ) -> Entry | None:
-        """Store a row after the first tokens of its prompt, unless it is stored or there is no space.
+        """Store a row after the first tokens of its prompt, unless it is stored or there is no room.
 
         Args:
           reach: positions that were ever written into the row's rings. None: as many as `length`.
           is_spare: whether a pass ended there by chance. Such an entry evicts only its like.
         """
-        if length < max(self.min_tokens, self.pool.block):
+        if length < max(self.min_tokens, self.page):
             return None
         reach = length if reach is None else reach
         assert reach >= length
         passes = prompt.passes
         if passes is not None:
             passes = tuple(p for p in passes if sum(p) <= length)
-        keys = prompt.keys[: length // self.pool.block]
+        keys = prompt.keys[: length // self.page]
         for entry in self._at.get(keys[-1], ()):
             known = len(entry) == length and entry.passes == passes
             if known and prompt.common(entry.tokens) == length:
@@ -224,19 +307,54 @@ class Store:
                 entry.is_spare &= is_spare
                 (self._host if entry.index is None else self._device).move_to_end(entry)
                 return entry
-        partial = [None] if length % self.pool.block else []
-        blocks = [
-            (self._blocks.get(key) if key is not None else None) or Block(key)
-            for key in (*keys, *partial)
-        ]
-        entry = Entry(prompt.tokens[:length].copy(), keys, passes, blocks, reach, is_spare)
-        if (new := self._allocate(entry)) is None:
+        pages, copied = self._pages_of_row(row, keys, length)
+        entry = Entry(prompt.tokens[:length].copy(), keys, passes, pages, reach, is_spare)
+        if not self._allocate(entry):
             return None
         assert entry.index is not None
-        self.pool.keep(state, row, [(n, _index_of(blocks[n])) for n in new], entry.index)
+        pairs = {
+            slots: [(number, _number_of(page)) for number, page in of]
+            for slots, of in copied.items()
+        }
+        self.copies.copy_pages(self.rows, pairs)
+        self.copies.keep(self.rows, row, entry.index)
         for level in self._levels(entry):
             self._at.setdefault(keys[level - 1], {})[entry] = None
         return entry
+
+    def _pages_of_row(
+        self, row: int, keys: Sequence[int], length: int
+    ) -> tuple[dict[int, list[Page]], dict[int, list[tuple[int, Page]]]]:
+        """Return the pages of an entry of a row, and those that are copies, with the numbers of the row's.
+
+        A page that another entry has for the same tokens is taken instead of the row's own.
+        """
+        rings, own = self.copies.rings, self.pages.of_row(row)
+        counts = {slots: len(numbers) for slots, numbers in own.items()}
+        sharing = sharing_of_keeping(counts, length, self.pages.positions[row])
+        pages: dict[int, list[Page]] = {}
+        copied: dict[int, list[tuple[int, Page]]] = {}
+        for slots, numbers in own.items():
+            copied[slots] = [(numbers[place], Page(slots)) for place in sharing.copied[slots]]
+            by_place = dict(zip(sharing.copied[slots], copied[slots], strict=True))
+            of_keys = () if slots in rings else keys
+            pages[slots] = []
+            for place in range(len(sharing.shared[slots]) + len(copied[slots])):
+                if place in by_place:
+                    pages[slots].append(by_place[place][1])
+                    continue
+                key, number = of_keys[place] if place < len(of_keys) else None, numbers[place]
+                pages[slots].append(self._page_of(slots, number, key))
+        return pages, copied
+
+    def _page_of(self, slots: int, number: int, key: int | None) -> Page:
+        """Return the page of a row, or another one on the device that has the same tokens."""
+        known = None if key is None else self._by_key.get((slots, key))
+        if known is not None and known.number is not None:
+            return known
+        page = self._on_device.get((slots, number)) or known or Page(slots, key)
+        page.number = number
+        return page
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """Drop entries, such as those of a row whose numbers are not finite."""
@@ -248,30 +366,67 @@ class Store:
                 self._leave_host(entry)
                 self._drop(entry)
 
-    def _levels(self, entry: Entry) -> Iterator[int]:
-        """Yield the numbers of blocks after which a prompt may part from an entry and still use it."""
-        least = max(0, entry.reach - self.slack)
-        yield from range(max(1, int(least) // self.pool.block), len(entry.keys) + 1)
+    def forget_pages(self, numbers: Numbers) -> None:
+        """Drop all entries on the device that have one of these pages."""
+        spoiled = {
+            self._on_device.get((slots, number)) for slots, of in numbers.items() for number in of
+        }
+        self.forget([e for e in self._device if any(page in spoiled for page in e.all_pages)])
 
-    def _allocate(self, entry: Entry) -> list[int] | None:
-        """Allocate an entry in the pool, evicting others; return which of its blocks are new there."""
-        for block in entry.blocks:
-            block.users += 1  # so that none of them is evicted
-        new = [n for n, block in enumerate(entry.blocks) if block.index is None]
-        while len(self._free_blocks) < len(new) or not self._free_snapshots:
-            victims = (e for e in self._device if e.is_spare)
-            if (victim := next(victims, None)) is None and not entry.is_spare:
-                victim = next(iter(self._device), None)
-            if victim is None:
-                self._release(entry.blocks)
-                return None
-            self._evict(victim)
-        for n in new:
-            entry.blocks[n].index = self._free_blocks.pop()
+    def _levels(self, entry: Entry) -> Iterator[int]:
+        """Yield the numbers of pages after which a prompt may part from an entry and still use it."""
+        least = max(0, entry.reach - self.slack)
+        yield from range(max(1, int(least) // self.page), len(entry.keys) + 1)
+
+    def _allocate(self, entry: Entry) -> bool:
+        """Give an entry its pages and a snapshot, evicting others; return whether there is room."""
+        needed = dict.fromkeys(entry.pages, 0)
+        for page in entry.all_pages:
+            self._use(page)  # so that none of them is evicted
+            needed[page.slots] += page.number is None
+        if not self._make_room(needed, snapshots=1, spare_alone=entry.is_spare):
+            self._release(entry.all_pages)
+            return False
+        for page in entry.all_pages:
+            if page.number is None:
+                page.number = self.pages.allocate(page.slots)
+                self._on_device[page.slots, page.number] = page
         entry.index = self._free_snapshots.pop()
         self._device[entry] = None
-        self._blocks |= {block.key: block for block in entry.blocks if block.key is not None}
-        return new
+        return True
+
+    def _make_room(
+        self,
+        needed: Mapping[int, int],
+        *,
+        snapshots: int = 0,
+        keep: Entry | None = None,
+        spare_alone: bool = False,
+    ) -> bool:
+        """Evict entries until so many pages are free, by the slots of a row; return whether they are.
+
+        Args:
+          snapshots: that have to be free too.
+          keep: an entry that stays.
+          spare_alone: whether only spare entries are evicted.
+        """
+        pages = self.pages
+        left = pages.num_without_rows
+        for page in [] if keep is None else keep.all_pages:
+            left[page.slots] -= not pages.has_rows(page.slots, _number_of(page))
+        if any(left[slots] < count for slots, count in needed.items()):
+            return False
+        while len(self._free_snapshots) < snapshots or any(
+            free < needed.get(slots, 0) for slots, free in pages.num_free.items()
+        ):
+            others = [entry for entry in self._device if entry is not keep]
+            victim = next((entry for entry in others if entry.is_spare), None)
+            if victim is None and not spare_alone:
+                victim = next(iter(others), None)
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
 
     # --- leaving -----------------------------------------------------------------------------------------
 
@@ -283,21 +438,24 @@ class Store:
         if not is_moved:
             self._drop(entry)
 
+    def _bytes_of(self, pages: Iterable[Page]) -> int:
+        return sum(self.copies.page_bytes[page.slots] for page in pages)
+
     def _move_to_host(self, entry: Entry) -> bool:
-        pool, new = self.pool, [b for b in entry.blocks if b.host is None]
-        if pool.snapshot_bytes + pool.block_bytes * len(entry.blocks) > self.host_bytes:
+        copies, new = self.copies, [page for page in entry.all_pages if page.host is None]
+        if copies.snapshot_bytes + self._bytes_of(entry.all_pages) > self.host_bytes:
             return False
-        for block in entry.blocks:
-            block.host_users += 1  # so that none of them leaves
-        needed = pool.snapshot_bytes + pool.block_bytes * len(new)
+        for page in entry.all_pages:
+            page.host_users += 1  # so that none of them leaves
+        needed = copies.snapshot_bytes + self._bytes_of(new)
         while self._host_used + needed > self.host_bytes:
             oldest = next(iter(self._host))
             self._leave_host(oldest)
             self._drop(oldest)
-        for block in new:
-            block.host = pool.lift("block", _index_of(block))
+        for page in new:
+            page.host = copies.lift(self.rows, page.slots, _number_of(page))
         assert entry.index is not None
-        entry.host = pool.lift("snapshot", entry.index)
+        entry.host = copies.lift_snapshot(entry.index)
         self._host_used += needed
         self._host[entry] = None
         self.counts.offloads += 1
@@ -305,15 +463,16 @@ class Store:
 
     def _bring_back(self, entry: Entry) -> bool:
         """Move an entry from host memory to the device."""
-        blocks, snapshot = [block.host for block in entry.blocks], entry.host
+        copies = {page: page.host for page in entry.all_pages if page.number is None}
+        snapshot = entry.host
         self._leave_host(entry)  # to free space there for evicted entries
-        if (new := self._allocate(entry)) is None:
+        if not self._allocate(entry):
             self._drop(entry)
             return False
-        for n in new:
-            self.pool.lower("block", _index_of(entry.blocks[n]), blocks[n])
+        for page, copy in copies.items():
+            self.copies.lower(self.rows, page.slots, _number_of(page), copy)
         assert entry.index is not None
-        self.pool.lower("snapshot", entry.index, snapshot)
+        self.copies.lower_snapshot(entry.index, snapshot)
         return True
 
     def _leave_device(self, entry: Entry) -> None:
@@ -321,31 +480,43 @@ class Store:
         del self._device[entry]
         self._free_snapshots.append(entry.index)
         entry.index = None
-        self._release(entry.blocks)
+        self._release(entry.all_pages)
 
     def _leave_host(self, entry: Entry) -> None:
         del self._host[entry]
         entry.host = None
-        self._host_used -= self.pool.snapshot_bytes
-        for block in entry.blocks:
-            block.host_users -= 1
-            if not block.host_users:
-                block.host = None
-                self._host_used -= self.pool.block_bytes
-                self._forget_block(block)
+        self._host_used -= self.copies.snapshot_bytes
+        for page in entry.all_pages:
+            page.host_users -= 1
+            if not page.host_users:
+                page.host = None
+                self._host_used -= self.copies.page_bytes[page.slots]
+                self._forget_page(page)
 
-    def _release(self, blocks: Sequence[Block]) -> None:
-        """Count one user less of each block, and free those without users."""
-        for block in blocks:
-            block.users -= 1
-            if not block.users and block.index is not None:
-                self._free_blocks.append(block.index)
-                block.index = None
-            self._forget_block(block)
+    def _use(self, page: Page) -> None:
+        """Count one user more of a page."""
+        page.users += 1
+        if page.key is not None:
+            self._by_key[page.slots, page.key] = page
+        if page.number is not None and (at := (page.slots, page.number)) not in self._on_device:
+            self._on_device[at] = page
+            self.pages.hold(*at)
 
-    def _forget_block(self, block: Block) -> None:
-        if not block.users and not block.host_users and block.key is not None:
-            self._blocks.pop(block.key, None)
+    def _release(self, pages: Iterable[Page]) -> None:
+        """Count one user less of each page, and give back those without users."""
+        for page in pages:
+            page.users -= 1
+            if not page.users and page.number is not None:
+                del self._on_device[page.slots, page.number]
+                self.pages.drop(page.slots, page.number)
+                page.number = None
+            self._forget_page(page)
+
+    def _forget_page(self, page: Page) -> None:
+        if page.key is None or page.users or page.host_users:
+            return
+        if self._by_key.get(at := (page.slots, page.key)) is page:
+            del self._by_key[at]
 
     def _drop(self, entry: Entry) -> None:
         """Remove an entry from lookup."""
@@ -356,6 +527,6 @@ class Store:
                 del self._at[key]
 
 
-def _index_of(block: Block) -> int:
-    assert block.index is not None
-    return block.index
+def _number_of(page: Page) -> int:
+    assert page.number is not None
+    return page.number

@@ -1,0 +1,336 @@
+"""The programs that copy for stored prefixes: pages, snapshots, and both to host memory and back.
+
+Read `DeviceCopies.keep` and `restore`. Each is one program for all lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec import state as states
+from jaxspec.cache import NO_PAGE, KVCache, Paging, caches_of, pages_for
+from jaxspec.engine.slots import Slots
+from jaxspec.options import FieldError
+from jaxspec.runtime.runtime import Runtime
+from jaxspec.shapes import Array, Int
+from jaxspec.state import DecodeSpec, DecodeState
+from jaxspec.weights.sharding import partition
+
+MOST_SNAPSHOTS = 1024
+"""Entries on the device at most. What they have beside pages takes some kilobytes each."""
+SNAPSHOT_SHARE = 16
+"""One part of so many of the memory for prefixes is for snapshots."""
+
+_AXES = (None, "kv_heads", None, None)
+_PINNED = "pinned_host"
+Pairs = dict[int, tuple[Int[Array, " N"], Int[Array, " N"]]]
+"""Pages to copy and where they go, by the slots of a row. A page past the last goes nowhere."""
+
+
+def _is_cache(x: object) -> bool:
+    return isinstance(x, KVCache)
+
+
+def split(state: DecodeState) -> tuple[list[Any], Callable[[list[Any]], DecodeState]]:
+    """Return the arrays of a drafter's state beside its caches, and a function that puts them back."""
+    leaves, tree = jax.tree.flatten(state.drafter, is_leaf=_is_cache)
+    small = [x for x in leaves if not _is_cache(x)]
+
+    def join(small: list[Any]) -> DecodeState:
+        new = iter(small)
+        drafter = jax.tree.unflatten(tree, [x if _is_cache(x) else next(new) for x in leaves])
+        return state.replace(drafter=drafter)
+
+    return small, join
+
+
+def copy_pages(state: DecodeState, pairs: Pairs) -> DecodeState:
+    """Copy pages to others, in all caches whose rows have so many slots."""
+
+    def one(x: Any) -> Any:
+        if not _is_cache(x) or x.row_slots not in pairs:
+            return x
+        source, to = pairs[x.row_slots]
+        k, v = (a.at[to].set(a[source], mode="drop") for a in (x.k, x.v))
+        return x.replace(k=k, v=v)
+
+    caches, drafter = jax.tree.map(one, (state.caches, state.drafter), is_leaf=_is_cache)
+    return state.replace(caches=caches, drafter=drafter)
+
+
+def keep(
+    snapshots: list[Array], state: DecodeState, row: Int[Array, ""], index: Int[Array, ""]
+) -> list[Array]:
+    """Copy what a row has beside pages to a snapshot."""
+    return lower(snapshots, lift(split(state)[0], row), index)
+
+
+def restore(
+    state: DecodeState,
+    snapshots: list[Array],
+    row: Int[Array, ""],
+    index: Int[Array, ""],
+    tokens: Int[Array, " T"],
+    length: Int[Array, ""],
+) -> DecodeState:
+    """Copy a snapshot into a row.
+
+    Args:
+      tokens: of the prefix, of which `length` are valid; penalties count them.
+    """
+    small, join = split(state)
+    state = join(lower(small, lift(snapshots, index), row))
+    if state.counts is not None:
+        counts = state.counts.with_prompt(tokens[None], length[None], row[None])
+        state = state.replace(counts=counts)
+    return state
+
+
+def lift(arrays: list[Array], index: Int[Array, ""]) -> list[Array]:
+    """Return the contents of all arrays at an index."""
+    return [lax.dynamic_slice_in_dim(x, index, 1) for x in arrays]
+
+
+def lower(arrays: list[Array], copies: list[Array], index: Int[Array, ""]) -> list[Array]:
+    """Write into all arrays at an index."""
+    return [
+        lax.dynamic_update_slice_in_dim(x, copy, index, 0)
+        for x, copy in zip(arrays, copies, strict=True)
+    ]
+
+
+def lift_page(state: DecodeState, page: dict[int, Int[Array, ""]]) -> list[Array]:
+    """Return the contents of a page in all its caches.
+
+    Args:
+      page: its number, by the slots of a row.
+    """
+    (slots, number), *_ = page.items()
+    caches = caches_of((state.caches, state.drafter))
+    return lift([x for c in caches if c.row_slots == slots for x in (c.k, c.v)], number)
+
+
+def lower_page(
+    state: DecodeState, copies: list[Array], page: dict[int, Int[Array, ""]]
+) -> DecodeState:
+    """Write such contents into a page."""
+    (slots, number), *_ = page.items()
+    new = iter(copies)
+
+    def one(x: Any) -> Any:
+        if not _is_cache(x) or x.row_slots != slots:
+            return x
+        k, v = lower([x.k, x.v], [next(new), next(new)], number)
+        return x.replace(k=k, v=v)
+
+    caches, drafter = jax.tree.map(one, (state.caches, state.drafter), is_leaf=_is_cache)
+    return state.replace(caches=caches, drafter=drafter)
+
+
+class RowSizes:
+    """The sizes of a row in pages and in a snapshot. Bytes are those of one device.
+
+    Attributes:
+      rings: the slots of a row in caches that are rings.
+      slack: tokens by which a row's rings may be shortened; None: there are no rings, and no limit.
+      page_bytes: of a page of all caches whose rows have so many slots.
+    """
+
+    def __init__(self, spec: DecodeSpec, cache_length: int, mesh: Mesh):
+        self._mesh, self._length = mesh, cache_length
+        options: dict[str, Any] = dict(cache_length=cache_length, num_stop_ids=1)
+        options |= dict(cache_dtype=spec.target.cache_dtype, paging=Paging(1, cache_length))
+        row = jax.eval_shape(functools.partial(states.init_state, spec, 1, **options))
+        drafter = spec.drafter
+        goes_back = drafter is None or drafter.bind_abstract().absorbs_again
+        caches = caches_of((row.caches, row.drafter))
+        rings = {c.row_slots: c.ring_slack for c in caches if c.ring_slack is not None}
+        slacks = [c.ring_slack for c in caches if c.ring_slack is not None]
+        self.slack = min(slacks, default=None) if goes_back else 0
+        self.rings = frozenset(slots for slots in rings if slots is not None)
+        self.page_bytes: dict[int, int] = {}
+        for c in caches:
+            assert c.row_slots is not None
+            before = self.page_bytes.get(c.row_slots, 0)
+            self.page_bytes[c.row_slots] = before + self._bytes([c.k, c.v]) // c.k.shape[0]
+        self._small = split(row)[0]
+        self.snapshot_bytes = sum(x.size * x.dtype.itemsize for x in self._small)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the pages of a whole row."""
+        return self._pages_bytes(self._length)
+
+    @property
+    def min_bytes(self) -> int:
+        """The least bytes that prefixes need: one entry of a whole row."""
+        return self.row_bytes + self.snapshot_bytes
+
+    def plan(self, nbytes: int) -> tuple[int, dict[str, int]]:
+        """Return how many snapshots such memory has, and arguments of `Paging`.
+
+        Raises:
+          FieldError: it does not suffice for one whole row.
+        """
+        if nbytes < self.min_bytes:
+            raise FieldError(
+                "prefix_bytes",
+                lambda format_field: (
+                    f"{format_field('prefix_bytes', nbytes)} holds no prefix of a whole slot, "
+                    "which takes "
+                    f"{self.min_bytes:,} bytes; give as many, or 0 for no store"
+                ),
+            )
+        snapshots = MOST_SNAPSHOTS
+        if each := self.snapshot_bytes:
+            fitting = min(nbytes // SNAPSHOT_SHARE, nbytes - self.row_bytes) // each
+            snapshots = max(1, min(snapshots, fitting))
+        left, half = nbytes - snapshots * self.snapshot_bytes, -(-self._length // 2)
+        prefixes = max(1, left // self._pages_bytes(half))
+        return snapshots, dict(prefixes=prefixes, prefix_tokens=half)
+
+    def _pages_bytes(self, length: int) -> int:
+        return sum(
+            nbytes * pages_for(min(length, slots)) for slots, nbytes in self.page_bytes.items()
+        )
+
+    def _bytes(self, shapes: list[Any]) -> int:
+        """Return the bytes of a device for caches."""
+        sizes = []
+        for x in shapes:
+            sharding = NamedSharding(self._mesh, partition(_AXES, x.shape, self._mesh))
+            sizes.append(int(np.prod(sharding.shard_shape(x.shape))) * x.dtype.itemsize)
+        return sum(sizes)
+
+
+class DeviceCopies(RowSizes):
+    """Copies of pages and snapshots on the devices of a runtime.
+
+    Args:
+      runtime: whose caches are in pages.
+      num_snapshots: of `RowSizes.plan`.
+    """
+
+    def __init__(self, runtime: Runtime, num_snapshots: int):
+        super().__init__(runtime.spec, runtime.cache_length, runtime.mesh)
+        self.runtime, self.num_snapshots = runtime, num_snapshots
+        self._snapshots: list[Array] | None = None
+
+    @property
+    def snapshots(self) -> list[Array]:
+        """The snapshots, [num_snapshots, ...] each, empty at first."""
+        if self._snapshots is None:
+            everywhere = NamedSharding(self._mesh, PartitionSpec())
+            self._snapshots = [
+                jnp.zeros((self.num_snapshots, *x.shape[1:]), x.dtype, device=everywhere)
+                for x in self._small
+            ]
+        return self._snapshots
+
+    def drop(self) -> None:
+        """Give back the snapshots."""
+        self._snapshots = None
+
+    def copy_pages(self, rows: Slots, pairs: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Copy pages to others of the same caches."""
+        if any(pairs.values()):
+            inputs = self._padded(pairs)
+            rows.state = self._run(copy_pages, rows.state.stop_ids.shape, rows.state, inputs)
+
+    def _padded(self, pairs: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Any]:
+        """Return pairs of pages as `copy_pages` takes them. A full cache has one at most, a ring its row's."""
+        padded = {}
+        for slots, count in self.runtime.page_counts.items():
+            size = pages_for(slots) if slots in self.rings else 1
+            source, to = np.zeros(size, np.int32), np.full(size, count, np.int32)
+            for i, (one, other) in enumerate(pairs.get(slots, ())):
+                source[i], to[i] = one, other
+            padded[slots] = source, to
+        return padded
+
+    def keep(self, rows: Slots, row: int, snapshot: int) -> None:
+        """Copy what a row has beside pages to a snapshot."""
+        if self._small:
+            inputs = rows.state, np.int32(row), np.int32(snapshot)
+            shape = rows.state.stop_ids.shape
+            self._snapshots = self._run(keep, shape, self.snapshots, *inputs)
+
+    def restore(self, rows: Slots, row: int, snapshot: int, tokens: np.ndarray) -> None:
+        """Copy a snapshot into a row that goes on behind these tokens."""
+        state = rows.state
+        if not self._small and state.counts is None:
+            return
+        padded = np.zeros(self.runtime.cache_length, np.int32)
+        padded[: len(tokens)] = tokens
+        inputs = np.int32(row), np.int32(snapshot), padded, np.int32(len(tokens))
+        rows.state = self._run(restore, state.stop_ids.shape, state, self.snapshots, *inputs)
+
+    def lift(self, rows: Slots, slots: int, page: int) -> list[Array]:
+        """Return a copy of a page in host memory. The caller does not wait for it."""
+        inputs = rows.state, {slots: np.int32(page)}
+        shape = (slots, *rows.state.stop_ids.shape)
+        return _to_host(self._run(lift_page, shape, *inputs, donate=False))
+
+    def lower(self, rows: Slots, slots: int, page: int, copy: list[Array]) -> None:
+        """Put such a copy into a page."""
+        inputs = rows.state, _to_device(copy), {slots: np.int32(page)}
+        shape = (slots, *rows.state.stop_ids.shape)
+        rows.state = self._run(lower_page, shape, *inputs)
+
+    def lift_snapshot(self, index: int) -> list[Array]:
+        """Return a copy of a snapshot in host memory. The caller does not wait for it."""
+        if not self._small:
+            return []
+        return _to_host(self._run(lift, (), self.snapshots, np.int32(index), donate=False))
+
+    def lower_snapshot(self, index: int, copy: list[Array]) -> None:
+        """Put such a copy into a snapshot."""
+        if self._small:
+            inputs = self.snapshots, _to_device(copy), np.int32(index)
+            self._snapshots = self._run(lower, (), *inputs)
+
+    def warm_up(self, rows: Slots, *, with_host: bool) -> None:
+        """Compile all programs. Nothing may be stored, and no row may have pages."""
+        first = next(iter(self.page_bytes))
+        self.copy_pages(rows, {first: [(NO_PAGE, NO_PAGE)]})
+        self.keep(rows, 0, 0)
+        self.restore(rows, 0, 0, np.zeros(0, np.int32))
+        if with_host:
+            for slots in self.page_bytes:
+                self.lower(rows, slots, NO_PAGE, self.lift(rows, slots, NO_PAGE))
+            self.lower_snapshot(0, self.lift_snapshot(0))
+
+    def _run(
+        self, function: Callable[..., Any], shape: tuple[Any, ...], *args: Any, donate: bool = True
+    ) -> Any:
+        """Run a program, compiled if it is new. Its result takes the memory of its first argument.
+
+        Args:
+          shape: distinguishes it from other programs of the function.
+          donate: whether the result takes the memory of the first argument.
+        """
+        runtime = self.runtime
+        if (key := ("prefix", function.__name__, *shape)) not in runtime.used:
+            begin = time.perf_counter()
+            runtime.used[key] = runtime.programs.get(
+                function, runtime.place(args), donate=0 if donate else None, mesh=runtime.mesh
+            )
+            runtime.timings.compile_s += time.perf_counter() - begin
+        return runtime.used[key](*runtime.as_inputs(args))
+
+
+def _to_host(arrays: list[Array]) -> list[Array]:
+    return jax.device_put(arrays, [x.sharding.with_memory_kind(_PINNED) for x in arrays])
+
+
+def _to_device(copies: list[Array]) -> list[Array]:
+    return jax.device_put(copies, [x.sharding.with_memory_kind("device") for x in copies])
