@@ -151,6 +151,7 @@ def test_greedy_text_does_not_loop_and_is_drafted_well(completions: list[Complet
     assert acceptance_length(completions) >= 2.5
 
 
+@pytest.mark.slow
 def test_the_assistant_drafts_well_and_a_tree_of_its_drafts_better(
     target: LoadedModel, assistant: LoadedModel, completions: list[Completion]
 ) -> None:

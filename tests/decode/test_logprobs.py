@@ -13,7 +13,7 @@ from jaxspec.engine.engine import Completion, Request
 from jaxspec.options import Sampling, Tree
 from jaxspec.sampling import SamplingParams, shape_logits, suppress
 from tests import fakes
-from tests.cases import NEW_TOKENS, PROMPT_LENGTHS, Case, case, run
+from tests.cases import NEW_TOKENS, PROMPT_LENGTHS, Case, case, run, slow
 
 FILTERS: dict[str, dict[str, float]] = {
     "greedy": {},
@@ -52,7 +52,7 @@ def teacher_forced(c: Case, request: Request, done: Completion) -> tuple[np.ndar
     return plain, np.take_along_axis(shaped[0], new, axis=-1)[:, 0]
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts", ["none", "mtp", "tree", *slow("mixed")])
 def test_logprobs_equal_a_teacher_forced_pass(drafts: str) -> None:
     """All filters in one batch; the target of this feature set suppresses tokens that would else win."""
     c = case("12b")

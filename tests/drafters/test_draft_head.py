@@ -35,6 +35,7 @@ from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
 from tests import fakes, tiny, tiny_qwen3
+from tests.cases import slow
 from tests.toy.target import Toy, ToyConfig
 
 # What a format leaves of logits, norm-wise. Steps of random numbers: int8 1/127 of the largest of a
@@ -52,7 +53,7 @@ def bundled() -> Pair:
     return jaxspec.load(dtype="float32")
 
 
-@pytest.fixture(scope="module", params=ERRORS)
+@pytest.fixture(scope="module", params=["int8", *slow(*(f for f in ERRORS if f != "int8"))])
 def copied(request: pytest.FixtureRequest) -> tuple[str, Pair]:
     return request.param, jaxspec.load(dtype="float32", quantize_draft_head=request.param)
 

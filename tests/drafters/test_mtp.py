@@ -33,6 +33,7 @@ from jaxspec.weights import loading
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from tests import tiny
+from tests.cases import SOME_FEATURE_SETS
 
 LENGTHS = (5, 23, 61)  # the window is 8: below it, past it, and past its ring
 PIECES = (3, 7, 1, 4)
@@ -134,7 +135,7 @@ class Pair:
         return out.logits[0, 0].numpy(), out.last_hidden_state[0, 0].numpy()
 
 
-@pytest.fixture(scope="module", params=tiny.FEATURE_SETS)
+@pytest.fixture(scope="module", params=SOME_FEATURE_SETS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     pytest.importorskip("torch", reason="parity is measured against transformers")
     directory = tmp_path_factory.mktemp("pair")

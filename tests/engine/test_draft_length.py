@@ -26,7 +26,7 @@ from jaxspec.options import FieldError, Sampling, Tree
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import own_context
-from tests.cases import NEW_TOKENS, case, request, run
+from tests.cases import NEW_TOKENS, case, request, run, slow
 
 NAME = "31b"
 
@@ -295,7 +295,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_whatever_is_verified(
     assert len(known) == 1
 
 
-@pytest.mark.parametrize("drafter", ["dflash", "mtp"])
+@pytest.mark.parametrize("drafter", ["dflash", *slow("mtp")])
 def test_a_drafter_goes_on_after_plain_steps(drafter: str) -> None:
     """Plain steps feed its state as prefill does. The first drafts do not depend on how many are verified."""
     c = case(NAME)

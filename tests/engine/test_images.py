@@ -51,7 +51,7 @@ def request_of(prompt: Prompt, count: int = NEW_TOKENS) -> Request:
     return Request(tuple(prompt.ids.tolist()), count, images=prompt.images)
 
 
-@pytest.fixture(scope="module", params=["e2b", "26b-a4b", *slow("e4b", "12b", "31b")])
+@pytest.fixture(scope="module", params=["26b-a4b", *slow("e2b", "e4b", "12b", "31b")])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     pytest.importorskip("torch", reason="transformers needs torch")
     directory = tmp_path_factory.mktemp("checkpoint")
@@ -98,7 +98,7 @@ def test_greedy_continuations_are_those_of_transformers(
     assert len({*sum(plain, ())}) > 8, "a model that repeats itself shows little"
 
 
-@pytest.mark.parametrize("name", ["dflash", "mtp", "oracle"])
+@pytest.mark.parametrize("name", ["dflash", "mtp", *slow("oracle")])
 def test_drafts_change_no_token(both: Both, plain: list[tuple[int, ...]], name: str) -> None:
     sequences = [[*p.ids.tolist(), *t] for p, t in zip(both.prompts, plain, strict=True)]
     engine = engine_of(both.model, both.drafter(name, sequences), **SIZES)
@@ -108,6 +108,7 @@ def test_drafts_change_no_token(both: Both, plain: list[tuple[int, ...]], name: 
             assert set(done.acceptance_lengths[:-1]) == {BLOCK}
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_neighbours(both: Both, plain: list[tuple[int, ...]]) -> None:
     """Alone, two at a time, in another order, and in pages."""
     alone = run(engine_of(both.model, None, batch_size=1, cache_length=96), both.requests)

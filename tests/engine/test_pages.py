@@ -14,7 +14,7 @@ from jaxspec.engine.pages import PagePool
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import FieldError, Tree
 from tests import tiny
-from tests.cases import case, request, run
+from tests.cases import case, request, run, slow
 
 CACHE = 120
 SHORT_OF_MEMORY = 200  # tokens of pages: between one and two whole rows
@@ -79,7 +79,7 @@ def check_pair(pair: tuple[str, str], **options: Any) -> None:
     assert_no_page_is_lost(paged)
 
 
-@pytest.mark.parametrize("pair", QUICK)
+@pytest.mark.parametrize("pair", [QUICK[0], *slow(QUICK[1])])
 def test_pages_give_what_whole_rows_give(pair: tuple[str, str]) -> None:
     check_pair(pair)
 
@@ -91,6 +91,7 @@ def test_pages_of_every_pair(pair: tuple[str, str], read_ahead: int) -> None:
     check_pair(pair, read_ahead=read_ahead)
 
 
+@pytest.mark.slow
 def test_pages_with_a_tree_and_rows_read_ahead() -> None:
     check_pair(
         ("31b", "dflash"), read_ahead=2, draft_sampling=False, num_draft_tokens=5, tree=Tree(2, 3)
@@ -150,6 +151,7 @@ def test_a_row_that_is_not_finite_leaves_nothing_in_its_pages() -> None:
     assert_equal(good, [done[i] for i in range(3)])
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_all_programs_of_pages() -> None:
     paged = engine(
         ("31b", "mtp"), batch_size=4, cache_tokens=400, read_ahead=2, choose_length="exact"

@@ -191,7 +191,7 @@ class Chains(RuleBasedStateMachine):
 EVERY_PAIR = [(name, drafter) for name in tiny.FEATURE_SETS for drafter in ("dflash", "mtp")]
 EVERY_PAIR.append(("qwen3-tied", "dflash"))  # here the drafter alone has a ring
 QUICK = [("31b", "dflash"), ("e2b", "mtp")]
-CHAINS, MANY_CHAINS = 12, 60
+CHAINS, MANY_CHAINS = 6, 60
 """By default of each quick pair, and as a slow test of every pair. Hypothesis draws the same ones each time."""
 
 

@@ -39,6 +39,7 @@ from pallas_kernels.int4_matmul.tuning import (
     mosaic_is_faster,
 )
 from pallas_kernels.int8_matmul.cases import SHAPES
+from tests.cases import slow
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
 
@@ -298,7 +299,9 @@ def test_every_product_has_a_cut_for_the_mosaic_kernels(name, processors, monkey
         (50, 44, MosaicConfig(splits=3)),  # 150 parts: some blocks have two
         (168, 42, MosaicConfig(splits=3, whole=132)),
         (300, 7, MosaicConfig()),  # two or three whole tiles each
-        (672, 84, MosaicConfig(splits=9, whole=660, row_tiles=2)),
+        pytest.param(
+            *(672, 84, MosaicConfig(splits=9, whole=660, row_tiles=2)), marks=pytest.mark.slow
+        ),
         (20, 5, MosaicConfig(row_tiles=4)),
     ],
 )
@@ -439,7 +442,9 @@ def test_a_product_gives_the_same_bits_every_time_on_a_gpu(rows, config):
     assert not np.any(jax.device_get(differing))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", ["26b-a4b", *slow(*(name for name in PRESETS if name != "26b-a4b"))]
+)
 def test_every_product_of_every_target_is_cut_evenly(preset):
     model_def = model_def_of(PRESETS[preset], "bfloat16")
     weights, declared = model_def.abstract_params(), model_def.declared()
