@@ -6,6 +6,7 @@ and the draft tokens after it through the target. It keeps the longest prefix of
 target agrees with, adds the target's own next token as the new anchor, and moves `lengths` on:
 
     draft      `propose`                   anchor, drafter's state -> draft tokens
+    choose     `survival.choose_width`     confidences             -> drafts to verify (optional)
     constrain  `Constraint.apply`          drafts, grammars        -> drafts, allowed tokens
     verify     `target_pass`               anchor + drafts         -> logits, new K/V, features
     accept     `accept`                    logits, drafts          -> accepted prefix, bonus token
@@ -26,11 +27,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec import survival
 from jaxspec.cache import Tables
 from jaxspec.constraint import Allowed, Constraint, constraint_of_prefill, constraint_of_steps
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors, visible_rows
 from jaxspec.models.target import Target, TargetOutput, keep_rows
+from jaxspec.models.xla import run_if
 from jaxspec.row_subset import put_rows, rows_of, take_rows
 from jaxspec.sampling import Stream, adjust, fold_keys
 from jaxspec.shapes import Array, Float, Int, Params
@@ -116,6 +119,50 @@ def speculative_step(
     return dataclasses.replace(state, drafter=drafter.absorb(state.drafter, kept))
 
 
+def survival_step(
+    target: Target,
+    drafter: AnyDrafter,
+    spec: DecodeSpec,
+    state: DecodeState,
+    constraint: Constraint,
+    costs: Float[Array, " W"],
+) -> DecodeState:
+    """Draft, choose how many drafts are worth verifying, and go on as `speculative_step`.
+
+    Args:
+      costs: seconds of a step of each of `spec.widths`.
+    """
+    spec.check_slack(state)
+    draft, before = propose(target, drafter, spec, state), state.survival
+    assert before is not None
+    confidence = draft.confidence
+    if confidence is None:
+        confidence = jnp.full(draft.tokens.shape, survival.UNKNOWN, jnp.float32)
+    confidence = jnp.where(jnp.isfinite(confidence), confidence, survival.UNKNOWN)
+    with jax.named_scope("choose"):
+        chances, means = survival.calibrated(before, confidence)
+        index = survival.choose_width(
+            chances, means, state.active, costs, spec.widths, drawn=draft.log_q is not None
+        )
+
+    def verifying(width: int) -> Callable[[DecodeState], DecodeState]:
+        def run(state: DecodeState) -> DecodeState:
+            first = draft.first(width)
+            after, kept = verify_step(
+                target, spec, state, first, constraint, drafter.feature_layers
+            )
+            assert after.survival is not None
+            counts = after.survival.counting(confidence, kept.count - 1, state.active, width)
+            absorbed = drafter.absorb(state.drafter, kept)
+            return dataclasses.replace(after, drafter=absorbed, survival=counts)
+
+        return run
+
+    for i, width in enumerate(spec.widths):
+        state = run_if(index == i, verifying(width), state)
+    return state
+
+
 def plain_steps(
     target: Target,
     drafter: AnyDrafter,
@@ -176,6 +223,7 @@ def decode_loop(
     slots: Int[Array, " R"] | None = None,
     grammar: Automaton | None = None,
     tables: Tables | None = None,
+    costs: Float[Array, " W"] | None = None,
 ) -> DecodeState:
     """Run up to `max_steps` steps on the device, fewer when at most `until_active` rows are active.
 
@@ -183,6 +231,8 @@ def decode_loop(
       tables: the pages of all slots, where a slot has several.
       slots: the only rows to compute, each at most once. None: all.
       grammar: the tables that the rows' `automaton` states belong to.
+      costs: seconds of a step of each of `spec.widths`, by which each step chooses one; None: every
+        step verifies `spec.num_verified` drafts.
     """
     target, drafter = spec.bind(target_params, drafter_params)
     constraint = constraint_of_steps(spec, grammar)
@@ -198,6 +248,8 @@ def decode_loop(
             step, rows = step + 1, decode_step(target, spec, rows, constraint)
         elif not spec.num_verified:
             step, rows = plain_steps(target, drafter, spec, (step, rows), alive, constraint)
+        elif costs is not None:
+            step, rows = step + 1, survival_step(target, drafter, spec, rows, constraint, costs)
         else:
             step, rows = step + 1, speculative_step(target, drafter, spec, rows, constraint)
         return step, rows.without_tables()
@@ -223,7 +275,14 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         draws = Draws(state.sampling.only(state.active), keys)
     draft = drafter.draft(
         state.drafter,
-        TargetView(target, state.caches, spec.suppress_tokens, spec.verify_length, state.slots),
+        TargetView(
+            target,
+            state.caches,
+            spec.suppress_tokens,
+            spec.verify_length,
+            state.slots,
+            wants_confidence=bool(spec.widths) and spec.verify_length is None,
+        ),
         state.anchors,
         state.active_lengths,
         num_draft_tokens=spec.num_draft_tokens,

@@ -27,19 +27,22 @@ RecordT = TypeVar("RecordT")
 
 Verification = Literal["standard", "block"]
 
-ChooseLength = Literal["exact", "always", "never"]
+ChooseLength = Literal["exact", "always", "survival", "never"]
 """The cases in which an engine chooses the number of drafts that a step verifies.
 
     exact    while all running rows are greedy, in float32: no choice changes their tokens
     always   in bfloat16 and with sampled rows too: rows keep the target's distribution, greedy ones
              except at near-ties, but their text depends on the choices, and so on the machine's
              speed
+    survival as always, and each step chooses anew, by how sure the drafter is of its drafts: see
+             `jaxspec.survival`
     never    all drafts are verified
 """
 CHOOSE_LENGTH_HELP = (
     "Verify as many drafts a step as is quickest, down to none: where that changes no text, which "
     "is for greedy rows "
-    "in float32; always, so that a text may depend on the machine's speed; or never."
+    "in float32; always, so that a text may depend on the machine's speed; survival, where each "
+    "step chooses too, by how sure the drafter is; or never."
 )
 
 

@@ -64,6 +64,7 @@ _CHANGED = (
     "logprobs",
     "counts",
     "automaton",
+    "survival",
 )
 """The fields that a step changes in a row."""
 

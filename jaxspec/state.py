@@ -31,6 +31,7 @@ from jaxspec.sampling import (
     make_key,
 )
 from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
+from jaxspec.survival import SurvivalState
 from jaxspec.verify import AcceptResult
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import state_shardings
@@ -58,6 +59,8 @@ class DecodeSpec:
       verify_length: the number of drafts that a step verifies, from the first one on; None: all.
         0 is plain decoding that keeps the drafter's state up to date. The shapes of a state do not
         depend on it.
+      widths: the numbers of drafts that a step may choose to verify, by `survival`, where
+        `verify_length` is None; (): it verifies all. A state for them has counts.
       guided: whether each step asks the host for the tokens that grammars allow. If not, no active
         row may have a grammar on the host. The shapes of a state do not depend on it either.
       vision: the target's vision part; None: prompts have no images.
@@ -69,6 +72,7 @@ class DecodeSpec:
     suppress_tokens: tuple[int, ...] = ()
     program_features: ProgramFeatures = ProgramFeatures()
     verify_length: int | None = None
+    widths: tuple[int, ...] = ()
     guided: bool = False
     vision: ModelDef | None = None
 
@@ -100,6 +104,16 @@ class DecodeSpec:
             allowed = whole(0, self.num_draft_tokens)
             if wrong := allowed.refusal(self.verify_length):
                 raise FieldError("verify_length", wrong)
+        if self.widths:
+            if self.tree is not None:
+                raise FieldError("widths", "are for chains; leave the tree out")
+            ascending = tuple(sorted({*self.widths})) == self.widths
+            if self.widths[0] < 1 or not ascending or self.widths[-1] != self.num_draft_tokens:
+                raise FieldError(
+                    "widths",
+                    f"are {self.widths}; they must ascend from 1 or more to num_draft_tokens="
+                    f"{self.num_draft_tokens}",
+                )
         if self.program_features.grammars:
             if self.tree is not None:
                 raise FieldError("grammar", "needs drafts that are a chain; leave the tree out")
@@ -142,7 +156,7 @@ class DecodeSpec:
 
     def verifying(self, length: int | None) -> DecodeSpec:
         """Return a copy with another verify length. Only the program of the loop differs."""
-        if length == self.num_draft_tokens:
+        if length == self.num_draft_tokens and not self.widths:
             length = None  # one name for one program
         return dataclasses.replace(self, verify_length=length)
 
@@ -221,6 +235,7 @@ class DecodeState(struct.PyTreeNode):
         has no grammars.
       automaton: each row's state in an automaton; None without an automaton.
       slots: each row's row in the caches and in the drafter's state; None: row i has row i.
+      survival: past drafts and widths; None if steps do not choose what they verify.
     """
 
     caches: Caches
@@ -244,6 +259,7 @@ class DecodeState(struct.PyTreeNode):
     guides: Int[Array, " B"] | None = None
     automaton: Int[Array, " B"] | None = None
     slots: Int[Array, " B"] | None = None
+    survival: SurvivalState | None = None
 
     @property
     def active_lengths(self) -> Int[Array, " B"]:
@@ -399,6 +415,9 @@ def _empty_state(
         sampling=spec.sampling(batch),
         keys=jax.random.split(make_key(0), batch),
         guides=zeros + NO_GUIDE if spec.program_features.grammars else None,
+        survival=(
+            SurvivalState.empty(batch, spec.num_draft_tokens, cache_length) if spec.widths else None
+        ),
     )
 
 
@@ -479,6 +498,11 @@ def commit(
         logprobs = jax.tree.map(lambda old, x: _set_columns(old, columns, x), logprobs, of_new)
     if counts is not None:
         counts = counts.with_output(new, kept)
+    survival = state.survival
+    if survival is not None:
+        drafts = jnp.full((b, 1), t - 1, jnp.int32)
+        verified = _set_columns(survival.verified, step_column[:, None], drafts)
+        survival = survival.replace(verified=verified)
     stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
     assert result.finite is not None
     goes_on = state.active & ~stopped & (num_tokens < state.max_new_tokens)
@@ -497,6 +521,7 @@ def commit(
         stopped=stopped,
         failed=state.failed | (goes_on & fails),
         non_finite=state.non_finite | (state.active & ~result.finite),
+        survival=survival,
         active=goes_on & ~fails,
     )
 

@@ -171,7 +171,7 @@ jaxspec.registry
 jaxspec.weights.model_def jaxspec.weights.sharding jaxspec.weights.trees
 jaxspec.quantised
 jaxspec.text jaxspec.tokenizer
-jaxspec.verify
+jaxspec.verify jaxspec.survival
 jaxspec.sampling
 jaxspec.cache
 jaxspec.configs jaxspec.options

@@ -34,6 +34,7 @@ class TargetView(struct.PyTreeNode):
       num_verified: the number of a chain's drafts that the target verifies, from the first one on.
         A drafter may leave the others out if that does not change these. None: all.
       slots: each row's row in the caches and in the drafter's state; None: row i has row i.
+      wants_confidence: whether a chain should have `Draft.confidence`, if the drafter can tell it.
     """
 
     target: Target
@@ -41,6 +42,7 @@ class TargetView(struct.PyTreeNode):
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
     num_verified: int | None = struct.field(pytree_node=False, default=None)
     slots: Int[Array, " B"] | None = None
+    wants_confidence: bool = struct.field(pytree_node=False, default=False)
 
     def last_kv(self, kind: str) -> KVCache:
         """Return the cache of the last layer of a kind ("sliding" or "full") that owns its K/V."""
@@ -107,11 +109,15 @@ class Draft(struct.PyTreeNode):
         a chain, where each draft follows the one before it.
       log_q: the log-probabilities of the distribution that each draft was drawn from, -inf for
         impossible tokens; None when each draft is a certain choice.
+      confidence: how sure the drafter is, from 0 to 1, that the target accepts each draft if it
+        accepts all before it; None: it does not tell. It may depend on the drafts before, and never
+        on the draft itself or on later ones: `survival` chooses by it what to verify.
     """
 
     tokens: Int[Array, "B G"]
     parents: Int[Array, "B G"] | None = None
     log_q: Float[Array, "B G V"] | None = None
+    confidence: Float[Array, "B G"] | None = None
 
     @classmethod
     def none(cls, batch: int) -> Draft:

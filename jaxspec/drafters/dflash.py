@@ -166,7 +166,10 @@ class DFlashDrafter(Drafter[DFlashState]):
         block = Block(anchors, hidden, logits, ids, self.config.vocab_size)
         if tree is not None:
             return self.selector.tree(block, tree, num_draft_tokens)
-        return self.selector.chain(block, draws)
+        draft = self.selector.chain(block, draws)
+        if view.wants_confidence:
+            draft = draft.replace(confidence=self.selector.confidences(block, draft.tokens))
+        return draft
 
     def _in_window(
         self, segment: KVSegment, lengths: Int[Array, " B"], kind: LayerType

@@ -135,11 +135,14 @@ class MarkovSelector(Selector):
     def confidences(self, block: Block, tokens: Int[Array, "B G"]) -> Float[Array, "B G"]:
         """Return the predicted probabilities that drafts are accepted if all before them are.
 
-        Each depends on drafts before it, and not on its own token.
+        Each depends on drafts before it, and not on its own token. A head without confidences leaves
+        it to the backbone.
 
         Args:
           tokens: the drafts of a chain.
         """
+        if not self.has_confidence:
+            return super().confidences(block, tokens)
         x = block.hidden.astype(jnp.float32)
         if self.confident_after:
             before = jnp.concatenate([block.anchors[:, None], tokens[:, :-1]], axis=1)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import abc
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.drafters.base import Draft, Draws
@@ -70,6 +72,18 @@ class Selector(nnx.Module):
             vocab_size=block.vocab_size,
             draws=draws,
         )
+
+    def confidences(self, block: Block, tokens: Int[Array, "B G"]) -> Float[Array, "B G"]:
+        """Return how likely each draft is to be accepted if all before it are, as a rough guide.
+
+        None may depend on its own token, which may be drawn. Here it is the probability of the
+        likeliest token of the backbone, which depends on no token of the block.
+
+        Args:
+          tokens: the drafts of a chain.
+        """
+        del tokens
+        return jnp.exp(jnp.max(block.logits, axis=-1) - jax.nn.logsumexp(block.logits, axis=-1))
 
     def tree(self, block: Block, tree: Tree, num_draft_tokens: int) -> Draft:
         """Grow a tree, a level for every slot."""

@@ -15,19 +15,26 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.cache import HostTables
-from jaxspec.engine.draft_length_policy import Choice, Chooser, ladder
+from jaxspec.engine.draft_length_policy import (
+    TIMED_STEPS,
+    Choice,
+    Chooser,
+    SurvivalGate,
+    ladder,
+)
 from jaxspec.engine.pages import spread_tables
 from jaxspec.engine.request import Request
-from jaxspec.options import FieldError, Sampling
+from jaxspec.options import ChooseLength, FieldError, Sampling
 from jaxspec.row_subset import fill
-from jaxspec.runtime.runtime import Runtime
+from jaxspec.runtime.runtime import Runtime, StepResult
 from jaxspec.runtime.step_output import OutputRequest
 from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import fetch
@@ -60,9 +67,10 @@ class DraftLengthController:
     """
 
     def __init__(self, runtime: Runtime, choose: str, *, invariant: bool):
-        if choose not in ("exact", "always", "never"):
-            raise FieldError("choose_length", f'is {choose!r}; it is "exact", "always" or "never"')
-        if choose == "always" and invariant:
+        if choose not in typing.get_args(ChooseLength):
+            words = ", ".join(f'"{known}"' for known in typing.get_args(ChooseLength))
+            raise FieldError("choose_length", f"is {choose!r}; it is one of {words}")
+        if choose in ("always", "survival") and invariant:
             raise FieldError(
                 "choose_length",
                 lambda format_field: (
@@ -81,8 +89,10 @@ class DraftLengthController:
         if spec.num_draft_tokens and not fixed and jax.process_count() == 1:
             lengths = ladder(spec.num_draft_tokens)
             self.chooser = Chooser(lengths, compiled=lengths[-1:])
+        self.gate = SurvivalGate() if self.chooser and spec.widths else None
         self._compile_s = 0.0  # of a decode program
         self._call: tuple[int, bool, float, int] | None = None
+        self._chooses = False  # whether steps of that call choose
         self._logged, self._logged_s = True, -math.inf  # whether it drafted then
 
     @property
@@ -108,12 +118,27 @@ class DraftLengthController:
                 None  # its steps wait for the host too, so their times mean nothing for others
             )
             return choice
-        if self.choose == "always" or all(r.sampling.temperature == 0 for r in running):
+        anew = self.choose in ("always", "survival")
+        if anew or all(r.sampling.temperature == 0 for r in running):
             choice = chooser.next(len(running), max_steps, self._compile_s)
             self._log_change(chooser, len(running))
+        choice = self._with_costs(chooser, choice, len(running), max_steps)
+        self._chooses = choice.costs is not None
         is_new = not chooser.steps[choice.length] and not chooser.costs.is_known(choice.length)
         self._call = choice.length, is_new, self.runtime.timings.compile_s, len(running)
         return choice
+
+    def _with_costs(self, chooser: Chooser, choice: Choice, rows: int, max_steps: int) -> Choice:
+        """Let the steps of a call choose, if that is quicker. Tries of other lengths stay as they are."""
+        if self.gate is None or choice != (max_steps, chooser.current, None):
+            return choice
+        costs = [chooser.costs.between(v, rows) for v in self.runtime.spec.widths]
+        known = tuple(cost for cost in costs if cost)
+        if len(known) < len(costs):
+            return choice
+        chooses, is_try = self.gate.next(chooser.costs.bucket(rows), max_steps)
+        steps = min(TIMED_STEPS, max_steps) if is_try else max_steps
+        return Choice(steps, chooser.full, known) if chooses else choice._replace(steps=steps)
 
     def skip(self) -> None:
         """Learn nothing from the next call, whose time is not that of a usual one."""
@@ -155,6 +180,11 @@ class DraftLengthController:
         if not (steps := max(map(len, acceptance_lengths))):
             return
         new = np.concatenate(acceptance_lengths)
+        if self.gate is not None and (self._chooses or length == chooser.current):
+            speed = new.sum() / seconds / (len(new) / steps)  # of a row
+            self.gate.add(self._chooses, chooser.costs.bucket(begun), float(speed))
+        if self._chooses:  # its verified drafts are the likelier ones
+            return
         accepted, counts = np.unique(np.maximum(new, 1) - 1, return_counts=True)
         if is_new:  # the first call of a program takes longer than others will
             compile_s = self.runtime.timings.compile_s - compile_s
@@ -179,6 +209,9 @@ class DraftLengthController:
         full = self.runtime.spec.num_draft_tokens
         for length in self.chooser.lengths if self.chooser else ():
             self.runtime.bind_decode(state, output, 1, 0, length, tables=self._dummy_tables)
+        if costs := self._dummy_costs:
+            for rows in (self.runtime.batch_size, *small_batches):
+                self._bind(state, output, 1, self.runtime.spec.num_draft_tokens, rows, costs)
         for length in filter(
             self.has_small_batches, self.chooser.lengths if self.chooser else (full,)
         ):
@@ -218,25 +251,55 @@ class DraftLengthController:
                     for computed in (rows, *others):
                         chooser.costs.add(length, computed, step_s)
             chooser.compiled.add(length)
+        if costs := self._dummy_costs:
+            for rows in (runtime.batch_size, *small_batches):
+                state = self._with_active(state, 1, rows)
+                call = self._bind(state, output, 1, chooser.full, rows, costs)
+                state, _ = jax.block_until_ready(call(state))
         return runtime.clear(state, np.ones(runtime.num_rows, bool), self._dummy_tables)
 
     def _timed(
         self, state: DecodeState, output: OutputRequest, length: int, rows: int, steps: int
     ) -> tuple[DecodeState, list[float]]:
         """Return the state, and the seconds of a step in each of several calls."""
-        runtime, seconds = self.runtime, []
-        slots = None if rows == runtime.batch_size else fill(range(rows), rows, runtime.num_rows)
+        seconds = []
         for max_steps in (1, *[steps] * CALLS):
             state = self._with_active(state, max_steps, rows)
-            call = runtime.bind_decode(
-                state, output, max_steps, 0, length, slots=slots, tables=self._dummy_tables
-            )
+            call = self._bind(state, output, max_steps, length, rows)
             begin = time.perf_counter()
             state, _ = jax.block_until_ready(call(state))
             taken_s = time.perf_counter() - begin
             if int(fetch(state.num_steps).max()) == max_steps:
                 seconds.append(taken_s / max_steps)
         return state, seconds
+
+    def _bind(
+        self,
+        state: DecodeState,
+        output: OutputRequest,
+        max_steps: int,
+        length: int,
+        rows: int,
+        costs: tuple[float, ...] | None = None,
+    ) -> Callable[[DecodeState], StepResult]:
+        """Return a call on the first rows of a state."""
+        runtime = self.runtime
+        slots = None if rows == runtime.batch_size else fill(range(rows), rows, runtime.num_rows)
+        return runtime.bind_decode(
+            state,
+            output,
+            max_steps,
+            0,
+            length,
+            slots=slots,
+            tables=self._dummy_tables,
+            costs=None if costs is None else np.asarray(costs, np.float32),
+        )
+
+    @property
+    def _dummy_costs(self) -> tuple[float, ...] | None:
+        """Costs of equal widths; None if steps do not choose."""
+        return (1.0,) * len(self.runtime.spec.widths) if self.gate else None
 
     @functools.cached_property
     def _dummy_tables(self) -> HostTables | None:

@@ -49,6 +49,10 @@ TRIES, MAX_CHANGE = 5, 1.25
 PATIENCE_STEPS = 128
 """Steps between two tries."""
 
+GATE_STEPS = 256
+"""Steps between two tries of `SurvivalGate`. A try has `TIMED_STEPS`, so one that takes twice as long a
+token loses 1.6 %."""
+
 MIN_DECODE_S, TIMES_COMPILING = 2.0, 2.0
 """Seconds of decoding, and multiples of the compile time, before a length is compiled."""
 
@@ -205,10 +209,15 @@ class Costs:
 
 
 class Choice(NamedTuple):
-    """Most steps of the next decode call, and the drafts that each of them verifies."""
+    """Most steps of the next decode call, and the drafts that each of them verifies.
+
+    Attributes:
+      costs: seconds of a step of each width, if each step chooses among them.
+    """
 
     steps: int
     length: int
+    costs: tuple[float, ...] | None = None
 
 
 class Chooser:
@@ -370,3 +379,40 @@ class Chooser:
             return None
         fastest = max(speeds, key=lambda v: speeds[v])
         return fastest if speeds[fastest] > WORTH_COMPILING * best else None
+
+
+class SurvivalGate:
+    """Chooses between calls whose steps choose what they verify, and calls of one length.
+
+    It compares their measured tokens a second, for each bucket of active rows. The slower kind is
+    tried now and then, for a few steps.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._speeds: dict[tuple[bool, int], deque[float]] = {}
+        self._calls: dict[tuple[bool, int], int] = {}
+        self._since: dict[int, int] = {}
+
+    def next(self, bucket: int, steps: int) -> tuple[bool, bool]:
+        """Return whether steps of the next call choose, and whether that is a try of the slower kind.
+
+        Args:
+          steps: of the call, if it is no try.
+        """
+        own, fixed = (self._speeds.get((kind, bucket)) for kind in (True, False))
+        if own is None or fixed is None:
+            return own is None, own is None
+        best = statistics.median(own) > statistics.median(fixed)
+        self._since[bucket] = self._since.get(bucket, 0) + steps
+        if self._since[bucket] <= GATE_STEPS:
+            return best, False
+        self._since[bucket] = 0
+        return not best, True
+
+    def add(self, chooses: bool, bucket: int, speed: float) -> None:
+        """Count the speed of a call. The first one of a kind takes longer than others."""
+        key = chooses, bucket
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if self._calls[key] > 1:
+            self._speeds.setdefault(key, deque(maxlen=PACE_CALLS)).append(speed)

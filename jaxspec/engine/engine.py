@@ -20,12 +20,14 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxspec import row_subset
 from jaxspec._deprecated import renamed_keywords
 from jaxspec.cache import Paging
 from jaxspec.engine.draft_length import DraftLengthController
+from jaxspec.engine.draft_length_policy import ladder
 from jaxspec.engine.prefix_cache.copies import DeviceCopies, RowSizes
 from jaxspec.engine.prefix_cache.entries import PrefixStats
 from jaxspec.engine.prefix_cache.store import Store
@@ -192,6 +194,10 @@ class Engine:
             make_spec(target, drafter, drafting, program_features),
             slots_on(mesh, batch_size),
         )
+        if choose_length == "survival" and not invariant and spec.tree is None:
+            widths = ladder(spec.num_draft_tokens)[1:]
+            if len(widths) > 1 and jax.process_count() == 1:
+                spec = dataclasses.replace(spec, widths=widths)
         check_min_cache_length(spec, cache_length)
         check_pages(spec, cache_length, cache_tokens, prefix_bytes, mesh)
         sizes = spec, slots, cache_length, mesh

@@ -263,7 +263,7 @@ class Scheduler:
             self._has_deferred = True
         self._prefill_tokens, self._is_busy = 0, True
         requests = [row.request for slot in self.running if (row := slots.rows[slot])]
-        steps, length = self.draft_length.next(requests, max_steps)
+        steps, length, costs = self.draft_length.next(requests, max_steps)
         if is_between_passes:
             steps = 1
             self.draft_length.skip()
@@ -272,7 +272,15 @@ class Scheduler:
         request = slots.output_request(max_steps)
         subset = self._row_subset(small_batches=small_batches)
         call = runtime.bind_decode(
-            slots.state, request, steps, until_active, length, guided, subset, slots.tables
+            slots.state,
+            request,
+            steps,
+            until_active,
+            length,
+            guided,
+            subset,
+            slots.tables,
+            None if costs is None else np.asarray(costs, np.float32),
         )
         slots.launch(self.executor, request.sizes, call, length)
 

@@ -66,7 +66,7 @@ class Row:
         """Add the output of the row's slot.
 
         Args:
-          verify_length: drafts that each new step verified.
+          verify_length: drafts that each new step verified, if steps do not choose them.
         """
         new = int(output.num_tokens[slot]) - len(self.tokens)
         steps = int(output.num_steps[slot]) - len(self.acceptance_lengths)
@@ -74,7 +74,10 @@ class Row:
         assert steps <= output.acceptance_lengths.shape[1]
         self.tokens += output.tokens[slot, :new].tolist()
         self.acceptance_lengths += output.acceptance_lengths[slot, :steps].tolist()
-        self.verify_lengths += [verify_length] * steps
+        if output.verified is None:
+            self.verify_lengths += [verify_length] * steps
+        else:
+            self.verify_lengths += output.verified[slot, :steps].tolist()
         if output.logprobs is not None and new:
             self.logprobs.append(jax.tree.map(lambda x: x[slot, :new], output.logprobs))
 

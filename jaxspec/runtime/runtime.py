@@ -475,6 +475,7 @@ class Runtime:
         guided: bool = False,
         slots: np.ndarray | None = None,
         tables: HostTables | None = None,
+        costs: np.ndarray | None = None,
     ) -> Callable[[DecodeState], StepResult]:
         """Return the call that decodes a state like this one; other arguments as in `decode`.
 
@@ -482,12 +483,16 @@ class Runtime:
           output: the output to return beside the next state; None: none.
           slots: the only rows to compute, see `row_subset.fill`. None: the first `batch_size`.
           tables: as in `bind_prefill`.
+          costs: of `spec.widths`, among which each step chooses. None: all steps verify
+            `verify_length` drafts.
         """
         if slots is None and self.read_ahead:
             slots = np.arange(self.batch_size, dtype=np.int32)
         inputs = self.as_inputs((np.int32(max_steps), np.int32(until_active), slots))
-        spec = self.spec.verifying(verify_length).asking(guided)
-        return self._bind("decode", state, output, *inputs, tables=tables, spec=spec)
+        length = self.spec.num_draft_tokens if verify_length is None else verify_length
+        spec = self.spec.verifying(None if costs is not None else length).asking(guided)
+        more = (self.as_inputs(costs),) if costs is not None else ()
+        return self._bind("decode", state, output, *inputs, tables=tables, more=more, spec=spec)
 
     def _bind(
         self,
@@ -496,11 +501,12 @@ class Runtime:
         output: OutputRequest | None,
         *inputs: Any,
         tables: HostTables | None,
+        more: tuple[Any, ...] = (),
         spec: DecodeSpec | None = None,
     ) -> Callable[[DecodeState], StepResult]:
         """Return the call of a program with everything but its state."""
         assert (tables is None) == (self.paging is None)
-        inputs = (*inputs, None, self.as_inputs(tables))  # no automaton
+        inputs = (*inputs, None, self.as_inputs(tables), *more)  # no automaton
         if output is None:
             without_output = self.program(phase, state, *inputs, spec=spec)
             return lambda state: (without_output(state, *inputs), None)

@@ -18,7 +18,7 @@ from jaxspec.shapes import Array, Int
 from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import fetch
 
-PackedOutput = tuple[Int[Array, "B _"], Logprobs | None]
+PackedOutput = tuple[Int[Array, "B _"], Logprobs | None, Int[Array, "B _"] | None]
 """`StepOutput` on the device, with all whole numbers in one array: each array takes a fetch."""
 
 
@@ -50,6 +50,7 @@ class StepOutput:
       num_tokens, num_steps: all of a row, those included that the host has already.
       tokens: new tokens. Columns past a row's last token mean nothing.
       acceptance_lengths, logprobs: likewise.
+      verified: likewise the drafts that each new step verified; None if steps do not choose them.
     """
 
     active: np.ndarray
@@ -61,12 +62,13 @@ class StepOutput:
     tokens: np.ndarray
     acceptance_lengths: np.ndarray
     logprobs: Logprobs | None
+    verified: np.ndarray | None = None
 
     @classmethod
     def fetch(cls, packed: PackedOutput, sizes: OutputSizes) -> StepOutput:
         """Wait for a program, and fetch its packed output."""
         on_host: Any = fetch(packed)  # NumPy arrays now
-        numbers, logprobs = on_host
+        numbers, logprobs, verified = on_host
         active, stopped, failed, non_finite = numbers[:, :4].astype(bool).T
         return cls(
             *(active, stopped, failed, non_finite),
@@ -75,6 +77,7 @@ class StepOutput:
             tokens=numbers[:, 6 : 6 + sizes.tokens],
             acceptance_lengths=numbers[:, 6 + sizes.tokens :],
             logprobs=logprobs,
+            verified=verified,
         )
 
 
@@ -95,4 +98,6 @@ def pack(state: DecodeState, known: Int[Array, "B 2"], sizes: OutputSizes) -> Pa
         since(state.acceptance_lengths, known[:, 1], sizes.steps),
     )
     logprobs = jax.tree.map(lambda x: since(x, known[:, 0], sizes.tokens), state.logprobs)
-    return jnp.concatenate(numbers, axis=1), logprobs
+    survival = state.survival
+    verified = None if survival is None else since(survival.verified, known[:, 1], sizes.steps)
+    return jnp.concatenate(numbers, axis=1), logprobs, verified

@@ -20,7 +20,14 @@ from jaxspec import decode
 from jaxspec.drafters.base import Draft
 from jaxspec.engine import draft_length, draft_length_policy
 from jaxspec.engine.draft_length import DraftLengthController
-from jaxspec.engine.draft_length_policy import Acceptance, Choice, Chooser, Costs, ladder
+from jaxspec.engine.draft_length_policy import (
+    Acceptance,
+    Choice,
+    Chooser,
+    Costs,
+    SurvivalGate,
+    ladder,
+)
 from jaxspec.engine.request import Request
 from jaxspec.options import FieldError, Sampling, Tree
 from jaxspec.runtime.runtime import Runtime
@@ -139,7 +146,7 @@ class Machine:
             left = float(tokens)
             log.append([])
             while left > 0:
-                steps, length = chooser.next(self.rows, 16)
+                steps, length, _ = chooser.next(self.rows, 16)
                 log[-1].append((steps, length))
                 right = rng.random((steps, self.rows, length)) < np.asarray(rates[:length])
                 accepted = np.cumprod(right, axis=-1).sum(axis=-1)
@@ -213,7 +220,7 @@ def test_one_time_that_was_tripled_is_not_believed() -> None:
     seconds, chooser = {0: 0.010, 3: 0.018}, Chooser((0, 3))
     chosen = []
     for _ in range(60):
-        steps, length = chooser.next(4, 16)
+        steps, length, _ = chooser.next(4, 16)
         is_first = length == 0 and 0 not in chosen
         chosen.append(length)
         chooser.learn(
@@ -242,7 +249,7 @@ def test_lengths_that_are_not_compiled_wait_until_they_pay(
     chooser = Chooser(ladder(7), compiled=[7])
     seconds, chosen = {0: 0.01, 1: 0.012, 3: 0.02, 7: 0.05}, []
     for _ in range(2000):
-        steps, length = chooser.next(8, 16, compile_s=5.0)
+        steps, length, _ = chooser.next(8, 16, compile_s=5.0)
         chosen.append(length)
         timed = None if chosen.count(length) == 1 else steps * seconds[length]
         chooser.learn(length, 8.0, steps, timed, {0: 8 * steps})
@@ -250,6 +257,31 @@ def test_lengths_that_are_not_compiled_wait_until_they_pay(
     first = chosen.index(0)
     assert 10.0 < first * 16 * seconds[7] < 13.0  # after twice the compilation
     assert chosen[first + 10 :].count(0) > 0.95 * len(chosen[first + 10 :])
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16])
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.1, 2.0])
+def test_calls_of_the_slower_kind_cost_little(steps: int, ratio: float) -> None:
+    """Within 3 % of the better kind, whichever it is, with calls whose times vary by a tenth."""
+    gate, rng, seconds, tokens = SurvivalGate(), np.random.default_rng(0), 0.0, 0.0
+    for _ in range(20_000 // steps):
+        chooses, is_try = gate.next(8, steps)
+        taken = min(steps, draft_length_policy.TIMED_STEPS) if is_try else steps
+        speed = ratio if chooses else 1.0
+        tokens, seconds = tokens + taken, seconds + taken / speed
+        gate.add(chooses, 8, speed * rng.normal(1, 0.1))
+    assert tokens / seconds > 0.97 * max(ratio, 1.0)
+
+
+def test_a_change_of_the_text_is_noticed() -> None:
+    gate = SurvivalGate()
+    for better in (True, False, True):
+        used = []
+        for _ in range(400):
+            chooses, _ = gate.next(1, 16)
+            gate.add(chooses, 1, 1.2 if chooses == better else 1.0)
+            used.append(chooses)
+        assert np.mean(np.asarray(used[-100:]) == better) > 0.9
 
 
 # --- an engine ---------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Speed:
     Attributes:
       seconds: for all of them, without compiling.
       tokens: new tokens.
-      right: replies that a scorer made right; None: not scored.
+      right: replies that a scorer counted as right; None: not scored.
     """
 
     seconds: float

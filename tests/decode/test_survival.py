@@ -1,0 +1,425 @@
+"""Steps that choose how many drafts they verify, by how sure the drafter is.
+
+Exactness is shown by enumeration: of a small vocabulary, all drafts that a selector can draw are tried
+with their probabilities, and the emitted tokens must have the target's distribution to rounding. The
+same sum shows that a choice by the probability of the drawn token would be wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec import survival
+from jaxspec.configs.dspark import DSparkConfig
+from jaxspec.drafters.dspark import MarkovSelector
+from jaxspec.drafters.selector import Block, Independent, Selector
+from jaxspec.engine.draft_length import DraftLengthController
+from jaxspec.engine.draft_length_policy import Choice
+from jaxspec.options import Drafting, FieldError
+from jaxspec.survival import SurvivalState, bins_of, calibrated, choose_width
+from jaxspec.weights.model_def import ModelDef
+from tests import cases, tiny
+from tests.cases import NEW_TOKENS, case, request, run
+from tests.decode import test_distribution as distribution
+
+VOCAB, DRAFTS, WIDTHS = 3, 3, (1, 2, 3)
+TEMPERATURE = 1.5  # of drafts: no token is nearly certain
+SEQUENCES = np.asarray(list(itertools.product(range(VOCAB), repeat=DRAFTS)), np.int32)
+
+# --- exactness -----------------------------------------------------------------------------------
+
+
+def target_probs(rng: np.random.Generator) -> dict[tuple[int, ...], np.ndarray]:
+    """Return the target's distribution after every prefix."""
+    prefixes = [p for n in range(DRAFTS + 1) for p in itertools.product(range(VOCAB), repeat=n)]
+    return {p: rng.dirichlet(np.ones(VOCAB)) for p in prefixes}
+
+
+def step_joint(
+    x: np.ndarray, q: np.ndarray, width: int, p: dict[tuple[int, ...], np.ndarray], rule: str
+) -> np.ndarray:
+    """Return the joint distribution of DRAFTS + 1 tokens where a step verifies `width` drafts `x`.
+
+    Written from the rules of Leviathan et al. 2023 and Sun et al. 2024. What the step does not emit
+    follows from the target.
+
+    Args:
+      q: the distribution that each draft was drawn from.
+    """
+    joint = np.zeros((VOCAB,) * (DRAFTS + 1))
+    weights = [1.0]
+    for i in range(width):
+        ratio = p[tuple(x[:i])][x[i]] / q[i][x[i]]
+        weights.append(min(1.0, weights[-1] * ratio) if rule == "block" else min(1.0, ratio))
+    if rule == "block":
+        passes = []
+        for i in range(1, width + 1):
+            w = weights[i]
+            if i == width:
+                passes.append(w)
+                continue
+            mass = np.maximum(w * p[tuple(x[:i])] - q[i], 0).sum()
+            passes.append(mass / (mass + 1 - w) if mass + 1 - w > 0 else 1.0)
+        ends, left = [0.0] * (width + 1), 1.0
+        for i in range(width, 0, -1):  # the longest prefix that passes
+            ends[i] = left * passes[i - 1]
+            left -= ends[i]
+        ends[0] = left
+    else:
+        ends, left = [], 1.0
+        for i in range(width):
+            ends.append(left * (1 - weights[i + 1]))
+            left *= weights[i + 1]
+        ends.append(left)
+    for accepted, chance in enumerate(ends):
+        prefix = tuple(int(t) for t in x[:accepted])
+        scale = weights[accepted] if rule == "block" else 1.0
+        bonus = p[prefix]
+        if accepted < width:
+            residual = np.maximum(scale * bonus - q[accepted], 0)
+            bonus = residual / residual.sum() if residual.sum() > 0 else bonus
+        add_rest(joint, prefix, bonus, chance, p)
+    return joint
+
+
+def add_rest(joint: np.ndarray, prefix: tuple[int, ...], bonus: Any, chance: float, p: Any) -> None:
+    for token in range(VOCAB):
+        more = (*prefix, token)
+        if len(more) == DRAFTS + 1:
+            joint[more] += chance * bonus[token]
+        else:
+            add_rest(joint, more, p[more], chance * bonus[token], p)
+
+
+def exact_joint(p: dict[tuple[int, ...], np.ndarray]) -> np.ndarray:
+    joint = np.zeros((VOCAB,) * (DRAFTS + 1))
+    add_rest(joint, (), p[()], 1.0, p)
+    return joint
+
+
+def selector_of(name: str) -> Selector:
+    """Return a selector with random weights whose confidences are far apart."""
+    if name == "independent":
+        return Independent()
+    config = DSparkConfig(
+        vocab_size=VOCAB,
+        hidden_size=4,
+        layer_types=("full",),
+        causal=(False,),
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        intermediate_size=4,
+        block_size=DRAFTS + 1,
+        mask_token_id=0,
+        feature_layers=(0,),
+        num_target_layers=2,
+        max_positions=64,
+        markov_rank=3,
+        markov_head_type=name,
+        confidence=True,
+        confidence_with_markov=True,
+    )
+    rng = np.random.default_rng(3)
+
+    def made() -> MarkovSelector:
+        return MarkovSelector(config, dtype=jnp.dtype("float32"))
+
+    graph, state = nnx.split(nnx.eval_shape(made))
+    values = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), state)
+    return nnx.merge(graph, values)
+
+
+def drafts_of(selector: Selector, rng: np.random.Generator) -> tuple[Block, np.ndarray, np.ndarray]:
+    """Return a block whose rows are all the same, one for each sequence; q of each; the chance of each."""
+    rows = len(SEQUENCES)
+    anchors = jnp.ones(rows, jnp.int32)
+    hidden, logits = (
+        jnp.asarray(np.repeat(rng.normal(size=(1, DRAFTS, size)), rows, axis=0), jnp.float32)
+        for size in (4, VOCAB)
+    )
+    block = Block(anchors, hidden, logits, None, VOCAB)
+    carry, before, log_q = selector.begin(block), anchors, []
+    for slot in range(DRAFTS):
+        origins = jnp.zeros((rows, 1), jnp.int32)
+        carry, choices = selector.step(block, slot, carry, before[:, None], origins)
+        log_q.append(jax.nn.log_softmax(choices.logits[:, 0] / TEMPERATURE))
+        before = jnp.asarray(SEQUENCES[:, slot])
+    q = np.exp(np.asarray(jnp.stack(log_q, axis=1), np.float64))
+    q /= q.sum(axis=-1, keepdims=True)
+    drawn = np.take_along_axis(q, SEQUENCES[:, :, None], axis=-1)[:, :, 0]
+    return block, q, drawn
+
+
+COSTS = ((1.0, 1.15, 1.3), (1.0, 1.25, 1.45), (1.0, 1.35, 1.6), (1.0, 1.5, 1.55), (1.0, 1.6, 1.65))
+"""Machines on which one choice or the other is close."""
+
+
+def widths_of(
+    confidence: np.ndarray, costs: tuple[float, ...], *, drawn: bool = True, rows: int = 1
+) -> np.ndarray:
+    """Return the width that every combination of sequences of some rows chooses, with counts of the past."""
+    rng = np.random.default_rng(7)
+    trials = jnp.asarray(rng.integers(0, 30, (rows, DRAFTS, survival.BINS)), jnp.float32)
+    rates = jnp.linspace(0.4, 1.0, survival.BINS)  # the surer, the more often accepted
+    past = SurvivalState(trials, trials * rates, jnp.zeros((rows, 1), jnp.int32))
+    seconds, active = jnp.asarray(costs), jnp.ones(rows, bool)
+
+    def one(confidence: jax.Array) -> jax.Array:
+        chances, means = calibrated(past, confidence)
+        return choose_width(chances, means, active, seconds, WIDTHS, drawn=drawn)
+
+    every = itertools.product(range(len(confidence)), repeat=rows)
+    combined = jnp.asarray(confidence[np.asarray(list(every))])
+    index = np.asarray(jax.vmap(one)(combined.astype(jnp.float32)))
+    return np.asarray(WIDTHS)[index].reshape((len(confidence),) * rows)
+
+
+def sum_over_drafts(
+    widths: np.ndarray, q: np.ndarray, chance: np.ndarray, p: Any, rule: str
+) -> Any:
+    return sum(
+        c * step_joint(x, q_of_x, int(width), p, rule)
+        for x, q_of_x, width, c in zip(SEQUENCES, q, widths, chance, strict=True)
+    )
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("name", ["vanilla", "gated", "rnn", "independent"])
+def test_a_chosen_width_keeps_the_distribution(name: str, rule: str) -> None:
+    rng = np.random.default_rng(1)
+    selector, p = selector_of(name), target_probs(rng)
+    block, q, drawn = drafts_of(selector, rng)
+    chance = drawn.prod(axis=1)
+    assert chance.sum() == pytest.approx(1)
+    confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
+    used, off = set(), []
+    for costs in COSTS:
+        widths = widths_of(confidence, costs)
+        used |= set(widths.tolist())
+        joint = sum_over_drafts(widths, q, chance, p, rule)
+        np.testing.assert_allclose(joint, exact_joint(p), atol=1e-9)
+        # The same sum finds a choice by the probability of what was drawn.
+        wrong = sum_over_drafts(widths_of(drawn, costs), q, chance, p, rule)
+        off.append(np.abs(wrong - exact_joint(p)).sum())
+    if name != "independent":  # of which all sequences have the same confidences
+        assert len(used) > 1
+    assert max(off) > 0.005
+
+
+def test_a_choice_that_looks_ahead_does_not() -> None:
+    """The best width by all confidences at once, where those of later drafts depend on the drawn one.
+
+    It is right for drafts that are no random choice, which `drawn=False` says.
+    """
+    rng = np.random.default_rng(1)
+    selector, p = selector_of("vanilla"), target_probs(rng)
+    block, q, drawn = drafts_of(selector, rng)
+    confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
+    off = []
+    for costs in COSTS:
+        widths = widths_of(confidence, costs, drawn=False)
+        joint = sum_over_drafts(widths, q, drawn.prod(axis=1), p, "standard")
+        off.append(np.abs(joint - exact_joint(p)).sum())
+    assert max(off) > 1e-4  # rounding is 1e-16
+
+
+def test_rows_that_share_a_width_do_not_disturb_each_other() -> None:
+    """Two rows; the width of a step depends on both, and each keeps its distribution."""
+    rng = np.random.default_rng(5)
+    selector, p = selector_of("vanilla"), target_probs(rng)
+    block, q, drawn = drafts_of(selector, rng)
+    confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
+    chance, depends = drawn.prod(axis=1), False
+    for costs in COSTS:
+        widths = widths_of(confidence, costs, rows=2)
+        depends |= any(len({*row.tolist()}) > 1 for row in widths)
+        joints = {
+            tuple(column): sum_over_drafts(np.asarray(column), q, chance, p, "standard")
+            for column in {*map(tuple, widths.T.tolist())}
+        }
+        joint = sum(
+            c * joints[tuple(column)] for c, column in zip(chance, widths.T.tolist(), strict=True)
+        )
+        np.testing.assert_allclose(joint, exact_joint(p), atol=1e-9)
+    assert depends
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def test_the_width_with_most_tokens_a_second_is_chosen() -> None:
+    """Of drafts that are certain choices, against trying all widths."""
+    rng, widths, found = np.random.default_rng(0), (1, 3, 7), set()
+    for _ in range(50):
+        chances = rng.uniform(0.2, 1, (4, 7)) ** rng.uniform(0.1, 3)
+        active, costs = rng.random(4) < 0.7, np.cumsum(rng.uniform(0.1, 1, 3)) + 1
+        made, means = (jnp.asarray(x, jnp.float32) for x in (chances, np.full(7, 0.5)))
+        seconds = jnp.asarray(costs, jnp.float32)
+        index = choose_width(made, means, jnp.asarray(active), seconds, widths, drawn=False)
+        tokens = [(1 + np.cumprod(chances[:, :w], 1).sum(1))[active].sum() for w in widths]
+        if active.any():
+            found.add(int(index))
+            assert int(index) == int(np.argmax(np.asarray(tokens) / costs))
+    assert found == {0, 1, 2}
+
+
+def test_confidences_are_calibrated_by_what_became_of_drafts() -> None:
+    """Against loops; and rates that differ by position and bin are learned."""
+    rng, rows, steps = np.random.default_rng(0), 8, 400
+    state = SurvivalState.empty(rows, DRAFTS, 4)
+    trials, hits = (np.zeros((rows, DRAFTS, survival.BINS)) for _ in range(2))
+    add = jax.jit(SurvivalState.counting, static_argnums=4)
+    rate = np.asarray([[0.9, 0.3], [0.6, 0.2], [0.5, 0.1]])  # sure and unsure, by position
+    for _ in range(steps):
+        sure = rng.random((rows, DRAFTS)) < 0.5
+        confidence = np.where(sure, 0.8, 0.4).astype(np.float32)
+        chance = np.where(sure, rate[:, 0], rate[:, 1])
+        accepted = np.cumprod(rng.random((rows, DRAFTS)) < chance, axis=1).sum(1)
+        width, active = int(rng.integers(1, DRAFTS + 1)), rng.random(rows) < 0.8
+        accepted = np.minimum(accepted, width).astype(np.int32)
+        state = add(
+            state, jnp.asarray(confidence), jnp.asarray(accepted), jnp.asarray(active), width
+        )
+        bins = np.asarray(bins_of(jnp.asarray(confidence)))
+        for row in np.flatnonzero(active):
+            trials[row] *= 0.5 ** (1 / survival.HALF_LIFE_STEPS)
+            hits[row] *= 0.5 ** (1 / survival.HALF_LIFE_STEPS)
+            for i in range(min(width, accepted[row] + 1)):
+                trials[row, i, bins[row, i]] += 1
+                hits[row, i, bins[row, i]] += accepted[row] > i
+    np.testing.assert_allclose(state.trials, trials, rtol=1e-4)
+    np.testing.assert_allclose(state.hits, hits, rtol=1e-4)
+    for column, value in enumerate((0.8, 0.4)):
+        chances, _ = calibrated(state, jnp.full((rows, DRAFTS), value, jnp.float32))
+        np.testing.assert_allclose(chances[0], rate[:, column], atol=0.08)
+    empty = SurvivalState.empty(rows, DRAFTS, 4)
+    chances, means = calibrated(empty, jnp.full((rows, DRAFTS), 0.8, jnp.float32))
+    np.testing.assert_allclose(chances, 0.8, rtol=1e-6)
+    np.testing.assert_allclose(means, survival.UNKNOWN)
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def choosing(monkeypatch: pytest.MonkeyPatch, costs: tuple[float, ...]) -> None:
+    """Let every step of every call choose, by these costs."""
+
+    def next(self: DraftLengthController, running: Any, most_steps: int) -> Choice:
+        return Choice(most_steps, self.runtime.spec.num_draft_tokens, costs)
+
+    monkeypatch.setattr(DraftLengthController, "next", next)
+    monkeypatch.setattr(DraftLengthController, "learn", lambda *args: None)
+
+
+@pytest.mark.parametrize("drafter", ["mixed", pytest.param("dflash", marks=pytest.mark.slow)])
+def test_greedy_tokens_are_those_of_plain_decoding(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A made-up drafter without confidences, and one with. No step commits more than it verified."""
+    c = case("31b")
+    engine = c.engine(drafter, steps_per_return=3, choose_length="survival")
+    widths = engine.spec.widths
+    choosing(monkeypatch, tuple(1 + 0.3 * w for w in range(len(widths))))
+    done = run(engine, [request(p, NEW_TOKENS) for p in c.prompts])
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+    used = set()
+    for d in done:
+        assert len(d.verify_lengths) == len(d.acceptance_lengths)
+        for verified, committed in zip(d.verify_lengths, d.acceptance_lengths, strict=True):
+            assert committed <= verified + 1
+        used |= set(d.verify_lengths)
+    assert used <= set(widths)
+    if drafter == "mixed":
+        assert len(used) > 1
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        pytest.param("dspark", dict(draft_sampling=True), marks=pytest.mark.slow),
+        pytest.param(
+            "dspark", dict(draft_sampling=True, verification="block"), marks=pytest.mark.slow
+        ),
+        pytest.param("dspark-rnn", {}, marks=pytest.mark.slow),
+        pytest.param("mtp", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_sampled_tokens_follow_the_target(
+    drafter: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    confident_dspark: Callable[[], None],
+) -> None:
+    """The whole engine, with confidences of the drafts that were drawn; thresholds as in `test_distribution`."""
+    del confident_dspark
+    monkeypatch.setattr(distribution.prefill, "SHARED_PREFILL", 16 * distribution.SLOTS)
+    choosing(monkeypatch, (1.0, 1.04))
+    model = distribution.drafters()[drafter]
+    slots = 8  # few rows share a width, so the confidences of each count
+    drafting = Drafting(**options)
+    engine = cases.engine_of(
+        distribution.target(),
+        model,
+        batch_size=slots,
+        cache_length=24,
+        choose_length="survival",
+        drafting=drafting,
+    )
+    assert engine.spec.widths == (1, 3)
+    asked = request(distribution.PROMPT, distribution.NEW_TOKENS, seed=1, temperature=1.0)
+    done = run(engine, [asked] * distribution.ROWS)
+    assert {v for d in done for v in d.verify_lengths} == {1, 3}
+    tokens = np.asarray([d.token_ids for d in done])
+    assert min(distribution.p_values(tokens, "temperature 1")) > distribution.FALSE_ALARM
+
+
+@pytest.fixture
+def confident_dspark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the DSpark drafters of `test_distribution` a confidence head that reads the token before."""
+    made = dict(distribution.drafters())
+    for name in ("dspark", "dspark-rnn"):
+        old = made[name]
+        fields = {f: getattr(old.config, f) for f in old.config.__dataclass_fields__}
+        config = DSparkConfig(**{**fields, "confidence": True, "confidence_with_markov": True})
+        model_def = ModelDef(old.model_def.module, config, "float32")
+        params = {**tiny.random_params(model_def, 0), **old.params}
+        made[name] = distribution.fakes.loaded(model_def, params)
+    monkeypatch.setattr(distribution, "drafters", lambda: made)
+
+
+@pytest.mark.slow
+def test_an_engine_chooses_between_both_kinds_of_calls() -> None:
+    """Costs are measured at warm-up; both kinds are tried, and text is that of plain decoding."""
+    c = case("31b")
+    engine = c.engine("mixed", steps_per_return=2, choose_length="survival")
+    engine.warm_up()
+    compiled = engine.num_compilations
+    for _ in range(3):
+        done = run(engine, [request(p, NEW_TOKENS) for p in c.prompts])
+        assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+    assert engine.num_compilations == compiled
+    gate = engine.draft_length.gate
+    assert gate is not None
+    assert {kind for kind, _ in gate._calls} == {True, False}
+
+
+def test_where_steps_cannot_choose() -> None:
+    c = case("31b")
+    assert c.engine("mixed", choose_length="always").spec.widths == ()
+    assert c.engine("mixed", choose_length="survival", num_draft_tokens=1).spec.widths == ()
+    with pytest.raises(FieldError, match='choose_length="survival" lets a row depend'):
+        c.engine("mixed", choose_length="survival", invariant=True)
+    spec = c.engine("mixed").spec
+    for widths in ((0, 4), (1, 3), (3, 1, 4)):
+        with pytest.raises(FieldError, match="must ascend from 1 or more to num_draft_tokens=4"):
+            dataclasses.replace(spec, widths=widths)
