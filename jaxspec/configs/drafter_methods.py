@@ -93,4 +93,6 @@ def _method_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
         method = next((m for mark, m in _ARCHITECTURES.items() if mark in name), None)
         if method is not None:
             return method, f"architecture {name}"
+    if config.get("dflash_config") is not None:  # of people who took the architecture out
+        return "DFlash", "dflash_config"
     return None

@@ -89,8 +89,18 @@ _USUAL_DRAFT_VOCAB = 32_000  # that of a file which does not say
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is in this container."""
-    return read(config, METHOD, WORDS, None) is not None
+    """Return whether a config.json is in this container.
+
+    Raises:
+      ConfigError: its layers are of this container, and its method is missing.
+    """
+    method = read(config, METHOD, WORDS, None)
+    if method is None and config.get(LAYER) is not None:
+        raise ConfigError(
+            f"config.json has {LAYER}, as the speculators library writes it, and no {METHOD}; add "
+            "dflash, dflash2 or dspark"
+        )
+    return method is not None
 
 
 def read_speculators(
