@@ -68,6 +68,20 @@ def test_figures_are_those_of_generating_the_same_prompts(invoke: Run, tmp_path:
         assert (words in done.stderr) == (words != "without compiling")
 
 
+def test_the_micro_figure_is_that_of_the_rows_of_generate(invoke: Run, tmp_path: Path) -> None:
+    """By hand, from what `generate --json` wrote for the same prompts."""
+    file = write(tmp_path / "mine.jsonl", [{"prompt": p} for p in PROMPTS])
+    options = ("--max-new-tokens", "12", "--batch-size", "1")
+    pair = tuple(x for x in TINY if x != "--raw")
+    done = invoke("eval", str(file), *TINY, *options, "--protocol", "z-lab", "--json", "-")
+    values = json.loads(done.stdout)
+    made = invoke("generate", "--prompts", str(file), *pair, *options, "--json", "-")
+    assert made.code == 0, made.stderr
+    steps = [n for row in made.rows for n in row["acceptance_lengths"]]
+    assert values["summary"]["micro"]["value"] == sum(steps) / len(steps)
+    assert values["summary"]["steps"] == len(steps) > 3
+
+
 def test_the_protocol_says_how_to_decode(invoke: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", [{"prompt": PROMPTS[0]}])
     options = ("--raw", "--max-new-tokens", "6", "--skip-plain", "--drafter", "ngram")

@@ -430,7 +430,11 @@ def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DraftLengthController(halved, "exact", invariant=False).used == {}
     assert DraftLengthController(halved, "always", invariant=False).used.keys() == {0, 1, 3, 4}
     for word, invariant, message in (
-        ("sometimes", False, 'is \'sometimes\'; it is "exact", "always" or "never"'),
+        (
+            "sometimes",
+            False,
+            'is \'sometimes\'; it is one of "exact", "always", "survival", "never"',
+        ),
         ("always", True, "lets a row depend on its neighbours, which invariant rules out"),
     ):
         with pytest.raises(FieldError, match=message) as error:

@@ -67,6 +67,8 @@ def small(preset: str, drafts: str) -> DecodeSpec:
     Assistants ("mtp", "mtp tree") stay whole: they are small, and their four layers read these two.
     """
     drafts, _, verified = drafts.partition(", ")
+    if verified == "chosen in each step":
+        return dataclasses.replace(small(preset, drafts), widths=(1, 3, 15))
     if verified:
         return small(preset, drafts).verifying({"none verified": 0, "3 verified": 3}[verified])
     layers = ("sliding", "full")
@@ -128,6 +130,9 @@ def compile_loop(
         sizes = {c.num_slots: pages_for(c.num_slots) for c in caches_of(state)}
         tables = {n: jax.ShapeDtypeStruct((batch, pages), jnp.int32) for n, pages in sizes.items()}
         args += (None, tables)
+    if spec.widths:
+        costs = jax.ShapeDtypeStruct((len(spec.widths),), jnp.float32)
+        args += (jax.ShapeDtypeStruct((), jnp.int32), None, None, None, costs)
     loop = functools.partial(decode.decode_loop, spec)
     options: dict[str, Any] = dict(donate_argnums=2, compiler_options=COMPILER_OPTIONS)
     return chip.compile(loop, *args, **options), state
@@ -200,6 +205,7 @@ def big_moves(hlo: str, limit_bytes: int = LIMIT_BYTES) -> list[str]:
         ("26b-a4b", 8, "chain, none verified", 64),
         ("31b", 1, "chain, 3 verified", 64),
         ("31b", 8, "mtp, none verified", 64),
+        ("31b", 1, "chain, chosen in each step", 96),
     ],
 )
 def test_the_loop_copies_neither_weights_nor_caches(
