@@ -147,7 +147,7 @@ def test_pages_name_every_option_and_no_other():
     """Every `--option` in backquotes is one of some command's, and each of these is on a page."""
     known = {
         flag
-        for name in ("generate", "serve", "eval", "check", "bench", "convert")
+        for name in ("generate", "serve", "eval", "check", "bench", "convert", "train-drafter")
         for flag in options(name)
     }
     known |= {"--version", "--help"}

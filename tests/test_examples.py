@@ -15,13 +15,13 @@ from tests.conftest import XLA_FLAGS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
-# This one computes more than it compiles, so it runs with the compiler's own options and not the tests'.
-LONG = "04_policy_gradient"
+# These compute more than they compile, so they run with the compiler's own options and not the tests'.
+LONG = ("04_policy_gradient", "07_adapt_drafter")
 
 
 def start(path: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start a script somewhere else than here, with nothing but the package."""
-    more = {"XLA_FLAGS": XLA_FLAGS} if path.stem == LONG else {}
+    more = {"XLA_FLAGS": XLA_FLAGS} if path.stem in LONG else {}
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(path), *arguments],
         cwd=folder,
@@ -45,7 +45,15 @@ def example(name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+# Minutes on a machine that does other things.
+SLOW = "07_adapt_drafter"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow if p.stem == SLOW else ()) for p in EXAMPLES],
+    ids=lambda path: path.stem,
+)
 def test_example(path: Path, tmp_path: Path):
     printed = run(path, tmp_path)
     expected = re.findall(r"^# prints: (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)

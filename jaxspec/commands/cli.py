@@ -20,6 +20,7 @@ from jaxspec.commands.convert import convert_command
 from jaxspec.commands.evaluate.command import eval_command
 from jaxspec.commands.generate.command import generate
 from jaxspec.commands.serve.command import serve
+from jaxspec.commands.train_drafter.command import train_drafter_command
 
 OTHER_NAMES = {
     "--target target": "--model --model-path --model-id --pretrained --checkpoint",
@@ -111,4 +112,5 @@ app.command("check", cls=Command)(check_command)
 app.command("bench", cls=Command)(bench_command)
 app.command("eval", cls=Command)(eval_command)
 app.command("convert", cls=Command)(convert_command)
+app.command("train-drafter", cls=Command)(train_drafter_command)
 app.command("serve", cls=Command)(serve)

@@ -245,10 +245,10 @@ def loss_of_slots(
 
 
 def cross_entropy(scores: Scores) -> Float[Array, "B A G"]:
-    """Return -log q(label); 0 where the label has no score."""
+    """Return -log q(label); 0 where the label has no score, or is never drafted."""
     label = jnp.maximum(scores.label, 0)[..., None]
     log_q = jnp.take_along_axis(jax.nn.log_softmax(scores.logits), label, axis=-1)[..., 0]
-    return jnp.where((scores.label >= 0) & jnp.isfinite(log_q), -log_q, 0.0)
+    return jnp.where((scores.label >= 0) & ~jnp.isneginf(log_q), -log_q, 0.0)
 
 
 def of_tokens(target: Float[Array, "B A G V"], scores: Scores) -> Float[Array, "B A G C"]:
@@ -266,7 +266,7 @@ def divergence(
     """Return KL(p || q) of slots. Tokens outside of `p` add a constant, which is left out."""
     log_q = jax.nn.log_softmax(logits)
     terms = p * (jnp.log(jnp.maximum(p, 1e-30)) - jnp.where(p > 0, log_q, 0.0))
-    return jnp.sum(jnp.where(jnp.isfinite(log_q), terms, 0.0), axis=-1)
+    return jnp.sum(jnp.where(jnp.isneginf(log_q), 0.0, terms), axis=-1)
 
 
 def distance(target: Float[Array, "B A G V"], scores: Scores) -> Float[Array, "B A G"]:

@@ -193,7 +193,7 @@ def check(size: str, drafter: tuple[ModelDef, Params], growth: float = 1) -> pas
     return made
 
 
-IN_SHORT = ("sliding causal, full", "window from the anchor", "dflash2", "dspark gated")
+IN_SHORT = ("sliding causal, full", "dflash2")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_blocks_equal_those_of_decoding(name: str) -> None:
 @pytest.mark.parametrize(
     ("size", "centroids", "position"),
     [
-        ("31b", False, "next"),
+        pytest.param("31b", False, "next", marks=pytest.mark.slow),
         ("31b", True, "last"),
         pytest.param("e2b", True, "next", marks=pytest.mark.slow),
         pytest.param("e2b", False, "last", marks=pytest.mark.slow),

@@ -1,0 +1,1 @@
+"""`jaxspec train-drafter`: `command` has the options, `run` does the work."""

@@ -1,0 +1,181 @@
+"""Train a drafter and write it: texts, the run, directories to load from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxspec.api import BUNDLED, BUNDLED_DRAFTERS, Pair
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import UsageError
+from jaxspec.commands.startup import mesh_for, shorten
+from jaxspec.commands.train_drafter.options import DrafterOptions, RegenerateOptions
+from jaxspec.registry import family_of
+from jaxspec.tokenizer import Tokenizer
+from jaxspec.training import new
+from jaxspec.training.options import RunOptions, TrainingOptions
+from jaxspec.training.run import Notify, TrainingResult, train
+from jaxspec.training.texts import Text, read_prompts, read_texts, write_texts
+from jaxspec.training.trainer import Trainer, check_trainable
+from jaxspec.weights.atomic_dir import atomic_directory
+from jaxspec.weights.conversion import convert
+from jaxspec.weights.define import model_def_of
+from jaxspec.weights.loading import LoadedModel, default_dtype, load_drafter, load_target
+from jaxspec.weights.model_def import ModelDef
+from jaxspec.weights.saving import save, save_hf
+
+TEXTS = "texts.jsonl"
+
+
+def run(
+    drafter: DrafterOptions,
+    training: TrainingOptions,
+    running: RunOptions,
+    answers: RegenerateOptions,
+    models: ModelOptions,
+    console: Console,
+    notify: Notify,
+) -> None:
+    """Train, write and report."""
+    assert drafter.out is not None
+    mesh_for(models)  # starts the devices
+    places = [drafter.out / name for name in ("drafter", "drafter-hf")]
+    if there := [place for place in places if place.exists()]:
+        raise UsageError(f"{there[0]} is there: the run is over; give another --out")
+    dtype = models.dtype or default_dtype()
+    hub: dict[str, Any] = dict(dtype=dtype, token=models.token, offline=models.offline)
+    begun = None
+    if drafter.start is not None:
+        bundled = drafter.start in BUNDLED_DRAFTERS
+        source = str(BUNDLED / drafter.start) if bundled else drafter.start
+        begun = load_drafter(source, **hub)
+        check_trainable(begun.model_def)
+    target = load_target(
+        models.target or str(BUNDLED / "target"),
+        quantize=models.quantize,
+        quantize_head=models.quantize_head,
+        kv_dtype=models.kv_dtype,
+        drafter=begun,
+        revision=models.revision,
+        **hub,
+    )
+    model_def, start = _start(drafter, training, target, begun, dtype)
+    trainer = Trainer(target, model_def, training)
+    drafter.out.mkdir(parents=True, exist_ok=True)
+    texts = _texts(drafter, answers, target, begun, notify)
+    result = train(trainer, target, start, texts, drafter.out, running, notify)
+    same = begun is not None and begun.model_def.config == model_def.config
+    _write(drafter.out, model_def, begun if same else None, result, dtype)
+    _report(console, drafter.out, target, model_def, result)
+
+
+def _start(
+    drafter: DrafterOptions,
+    training: TrainingOptions,
+    target: LoadedModel,
+    begun: LoadedModel | None,
+    dtype: str,
+) -> tuple[ModelDef, Any]:
+    """Return the definition of the drafter, and the weights that training begins with."""
+    if begun is None:
+        assert drafter.kind is not None
+        config = new.new_config(
+            drafter.kind,
+            target.config,
+            layers=drafter.layers,
+            block_size=drafter.block_size or 8,
+            mask_token_id=drafter.mask_token_id,
+        )
+        model_def = model_def_of(config, dtype)
+        return model_def, new.start_params(model_def, target, training.seed)
+    kind = drafter.kind or family_of(begun.config).name
+    config = new.config_from(kind, begun.config)
+    if config == begun.config:
+        return begun.model_def, begun.params
+    model_def = model_def_of(config, dtype)
+    return model_def, new.start_params(model_def, target, training.seed, begun.params)
+
+
+def _texts(
+    drafter: DrafterOptions,
+    answers: RegenerateOptions,
+    target: LoadedModel,
+    begun: LoadedModel | None,
+    notify: Notify,
+) -> list[Text]:
+    """Read the texts. With --regenerate the target writes them first, with the drafter that there is."""
+    assert drafter.out is not None
+    tokenizer = functools.cache(lambda: Tokenizer.load(target.directory))
+    stops = target.generation.eos_token_ids if target.generation else ()
+    read = functools.partial(
+        read_texts,
+        vocab_size=target.config.vocab_size,
+        tokenizer=tokenizer,
+        end=stops[0] if stops else None,
+    )
+    if not answers.regenerate:
+        return read(drafter.data)
+    written = drafter.out / TEXTS
+    if not written.exists():
+        prompts = read_prompts(drafter.data, tokenizer=tokenizer, thinking=answers.thinking)
+        notify(f"the target answers {len(prompts)} prompts")
+        done = Pair(target, begun).generate(
+            prompts,
+            max_new_tokens=answers.answer_tokens,
+            temperature=answers.temperature,
+            batch_size=answers.batch_size,
+            progress=False,
+        )
+        texts = [Text(one.prompt_ids, one.token_ids) for one in done if one.error is None]
+        temporary = written.with_suffix(".partial")
+        write_texts(temporary, texts)
+        temporary.replace(written)
+    return read([written])
+
+
+def _write(
+    out: Path, model_def: ModelDef, begun: LoadedModel | None, result: TrainingResult, dtype: str
+) -> None:
+    """Write the drafter as a directory of ours, and in the layout of the releases.
+
+    Args:
+      begun: the drafter that training began with, if it has the same config. Its files are copied.
+    """
+    ours, hf = out / "drafter", out / "drafter-hf"
+    if begun is None:
+        with atomic_directory(hf) as (temporary, _):
+            new.write_hf(temporary, model_def.config, result.params, dtype)
+        convert(hf, ours)
+        return
+    model = dataclasses.replace(begun, params=result.params)
+    save(ours, model)
+    if (begun.directory / "config.json").is_file():
+        save_hf(hf, model)
+
+
+def _report(
+    console: Console, out: Path, target: LoadedModel, model_def: ModelDef, result: TrainingResult
+) -> None:
+    lines = [f"{out / 'drafter'}: {family_of(model_def.config).title} for {shorten(target.source)}"]
+    if result.resumed_from:
+        lines.append(f"went on from update {result.resumed_from}")
+    if result.stopped == "patience":
+        lines.append("stopped early: no measurement was better for a while")
+    if result.acceptance_length is not None:
+        lines.append(
+            f"{result.acceptance_length:.3f} tokens a verify step on {result.held_out} held-out prompts, greedy; "
+            f"{result.first_acceptance_length:.3f} before training. These are the weights after update {result.step}"
+        )
+        if not result.step:
+            lines.append(
+                "no measurement was better than the start: train longer, or at another rate"
+            )
+    else:
+        lines.append("nothing was held out, so nothing was measured")
+    name = "bundled" if Path(target.source).parent == BUNDLED else target.source
+    lines.append(f"next: jaxspec check {name} {out / 'drafter'}")
+    console.print("\n".join(lines), markup=False, soft_wrap=True)

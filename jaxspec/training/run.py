@@ -1,0 +1,329 @@
+"""A whole run of training: batches, curves, acceptance on held-out prompts, checkpoints that resume exactly.
+
+Read `train`. What a run leaves in its directory:
+
+    checkpoints/00000200/   the state after 200 updates, in Orbax's format; the newest two are kept
+    curves.jsonl            a line for each report: loss, acceptance on the training text, held-out acceptance
+    curves.png              the same as a picture, with matplotlib
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.options import Drafting, Sampling
+from jaxspec.rollout.sampler import Sampler
+from jaxspec.shapes import Params
+from jaxspec.training.options import RunOptions
+from jaxspec.training.texts import Batches, Text, split, usable, width_of
+from jaxspec.training.trainer import Metrics, Trainer, TrainState, full_params
+from jaxspec.version import __version__
+from jaxspec.weights.arrays import LazyArray, check_tree, read_params, save_params
+from jaxspec.weights.atomic_dir import atomic_directory
+from jaxspec.weights.loading import CheckpointError, LoadedModel
+
+KEPT = 2
+"""Checkpoints that are kept."""
+
+Notify = Callable[[str], None]
+
+
+class TrainingError(RuntimeError):
+    """Training that cannot go on."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The end of a run.
+
+    Attributes:
+      params: the drafter's weights, in its dtype: those of the best measurement; without one, the last.
+      step: the update that they are of.
+      acceptance_length: of `params` on the held-out prompts. None: nothing was measured.
+      first_acceptance_length: before the first update.
+      resumed_from: the step of the checkpoint that the run went on from; 0 for none.
+      stopped: why the run ended: "steps" or "patience".
+    """
+
+    params: Params
+    step: int
+    acceptance_length: float | None
+    first_acceptance_length: float | None
+    held_out: int
+    resumed_from: int
+    stopped: str
+
+
+def train(
+    trainer: Trainer,
+    target: LoadedModel,
+    start: Params,
+    texts: Sequence[Text],
+    directory: Path,
+    options: RunOptions = RunOptions(),  # noqa: B008
+    notify: Notify = lambda message: None,
+) -> TrainingResult:
+    """Train a drafter, or go on with the run that a directory holds.
+
+    A run that was killed goes on from its last checkpoint, and ends with the same parameters, on a CPU in
+    float32 to the last bit.
+
+    Args:
+      start: the drafter's weights before the first update.
+      directory: of the run; it is made if needed.
+      notify: called with a line of progress.
+
+    Raises:
+      DataError: no text is long enough.
+      TrainingError: a loss or gradient is not finite. The last good state is in a checkpoint.
+      CheckpointError: the directory holds another run, or is damaged.
+    """
+    plan = trainer.plan
+    drafts = plan.drafter.bind_abstract().default_draft_tokens
+    width = width_of(texts, min(options.max_length, plan.target.config.max_positions))
+    learnt, held_out = split(usable(texts, drafts, width), options.held_out, plan.options.seed)
+    o = plan.options
+    batches = Batches(learnt, o.rows, o.accumulate, width, o.seed)
+    measure = _Acceptance(trainer, target, held_out, options.evaluated_tokens)
+    run = _Run(directory, fingerprint(trainer, options, texts))
+    state, best, record = run.resume(trainer.init(start))
+    resumed_from = int(state.step)
+    curves = _Curves(directory, resumed_from)
+    notify(f"{len(learnt)} texts of up to {width} tokens, {len(held_out)} held-out prompts")
+    if record.first is None and held_out:
+        record.first = record.best = measure(state.params, state.fixed)
+        curves.add({"step": 0, "held_out_acceptance_length": record.first})
+    begin, stopped = time.perf_counter(), "steps"
+    while (step := int(state.step)) < o.steps and stopped == "steps":
+        state, metrics = trainer.update(state, target.params, batches(step))
+        step += 1
+        last = step == o.steps
+        evaluates = bool(held_out) and (last or step % options.evaluate_every == 0)
+        saves = last or step % options.save_every == 0
+        if int(state.failed) >= 0:
+            _refuse(run, state, best, record)
+        if not (evaluates or saves or step % options.report_every == 0):
+            continue
+        line = {"step": step, **_values(metrics)}
+        if evaluates:
+            line["held_out_acceptance_length"] = measured = measure(state.params, state.fixed)
+            if record.best is None or measured > record.best:
+                best = jax.tree.map(jnp.copy, state.params)
+                record.best, record.best_step, record.waited = measured, step, 0
+            else:
+                record.waited += 1
+            if options.patience is not None and record.waited >= options.patience:
+                stopped = "patience"
+        curves.add(line)
+        rate = (step - resumed_from) / (time.perf_counter() - begin)
+        notify(_shown(line, o.steps, rate))
+        if saves or stopped != "steps":
+            run.save(state, best, record)
+    if not held_out:
+        best, record.best_step = state.params, int(state.step)
+    curves.draw()
+    return TrainingResult(
+        full_params(plan.drafter, best, state.fixed),
+        record.best_step,
+        record.best,
+        record.first,
+        len(held_out),
+        resumed_from,
+        stopped,
+    )
+
+
+def fingerprint(trainer: Trainer, options: RunOptions, texts: Sequence[Text]) -> dict[str, str]:
+    """Return what a run depends on, by name: a run goes on only where all of it is the same."""
+    ids = hashlib.sha256()
+    for text in texts:
+        ids.update(np.asarray([len(text.prompt), *text.prompt, *text.answer], np.int64).tobytes())
+    plan = trainer.plan
+    return {
+        "target": repr(plan.target),
+        "drafter": repr(dataclasses.astuple(plan.drafter.config)),
+        "dtype": plan.drafter.dtype,
+        "options": repr((plan.options, plan.weights)),
+        "run": repr(
+            (options.max_length, options.held_out, options.evaluate_every, options.patience)
+        ),
+        "texts": ids.hexdigest(),
+    }
+
+
+@dataclass
+class _Record:
+    """Measurements so far."""
+
+    first: float | None = None
+    best: float | None = None
+    best_step: int = 0
+    waited: int = 0
+
+
+class _Acceptance:
+    """Measures acceptance on held-out prompts, by decoding greedily with the drafter."""
+
+    def __init__(
+        self, trainer: Trainer, target: LoadedModel, held_out: Sequence[Text], new_tokens: int
+    ):
+        self.drafter, self.target = trainer.plan.drafter, target
+        longest = target.config.max_positions - new_tokens - 32
+        self.prompts = [text.prompt[-longest:] for text in held_out]
+        self.sampler = Sampler(target, self.drafter, max_new_tokens=new_tokens, drafting=Drafting())
+
+    def __call__(self, params: Params, fixed: Params) -> float:
+        params = full_params(self.drafter, params, fixed)
+        result = self.sampler(self.target.params, params, self.prompts, Sampling(), 0)
+        return float(result.acceptance_length())
+
+
+class _Run:
+    """The checkpoints of a run."""
+
+    def __init__(self, directory: Path, about: dict[str, str]):
+        self.directory, self.about = directory / "checkpoints", about
+
+    def newest(self) -> list[Path]:
+        """Return the complete checkpoints, the newest first."""
+        if not self.directory.is_dir():
+            return []
+        return sorted((p for p in self.directory.iterdir() if p.name.isdigit()), reverse=True)
+
+    def resume(self, state: TrainState) -> tuple[TrainState, Params, _Record]:
+        """Return the newest checkpoint's contents, or those of a run that begins.
+
+        Raises:
+          CheckpointError: it is of another run, or damaged.
+        """
+        best = jax.tree.map(jnp.copy, state.params)
+        if not (there := self.newest()):
+            return state, best, _Record()
+        values = json.loads((there[0] / "run.json").read_text(encoding="utf-8"))
+        if other := [
+            name for name, value in self.about.items() if values["about"].get(name) != value
+        ]:
+            raise CheckpointError(
+                f"{self.directory.parent} holds a run with another {', '.join(other)}: give the options of that run "
+                "to go on with it, or another directory"
+            )
+        leaves, tree = jax.tree.flatten((state, best))
+        shapes = {_name(i): np.atleast_1d(x).shape for i, x in enumerate(leaves)}
+        check_tree(there[0], shapes)
+        arrays = read_params(there[0], list(shapes))
+        stored = [
+            jnp.asarray(x.reshape(leaf.shape), leaf.dtype)
+            for leaf, x in zip(leaves, arrays, strict=False)
+        ]
+        state, best = jax.tree.unflatten(tree, stored)
+        return state, best, _Record(**values["record"])
+
+    def save(self, state: TrainState, best: Params, record: _Record) -> Path:
+        """Write a checkpoint, then remove old ones. Return its directory."""
+        place = self.directory / f"{int(state.step):08d}"
+        if not place.exists():
+            leaves = [np.asarray(x) for x in jax.tree.leaves((state, best))]
+            with atomic_directory(place) as (temporary, _):
+                save_params(temporary, {_name(i): _lazily(x) for i, x in enumerate(leaves)})
+                values = {"about": self.about, "record": dataclasses.asdict(record)}
+                values["version"] = __version__
+                (temporary / "run.json").write_text(json.dumps(values), encoding="utf-8")
+        for old in self.newest()[KEPT:]:
+            shutil.rmtree(old)
+        return place
+
+
+def _name(index: int) -> str:
+    return f"{index:05d}"
+
+
+def _lazily(x: np.ndarray) -> LazyArray:
+    whole = np.atleast_1d(x)
+    return LazyArray(whole.shape, whole.dtype, lambda: whole)
+
+
+def _refuse(run: _Run, state: TrainState, best: Params, record: _Record) -> None:
+    """Keep the last good state, and raise an error.
+
+    Raises:
+      TrainingError: always.
+    """
+    failed = int(state.failed)
+    place = run.save(state.replace(failed=jnp.int32(-1)), best, record)
+    raise TrainingError(
+        f"the loss or its gradient is not finite in update {failed + 1}; the state before it is in {place}. "
+        "Try a lower learning rate, or look at the texts and the target's weights"
+    )
+
+
+def _values(metrics: Metrics) -> dict[str, float]:
+    names = [field.name for field in dataclasses.fields(metrics)]
+    return {name: float(getattr(metrics, name)) for name in names}
+
+
+def _shown(line: dict[str, Any], steps: int, rate: float) -> str:
+    held_out = line.get("held_out_acceptance_length")
+    more = "" if held_out is None else f", {held_out:.3f} on held-out prompts"
+    return (
+        f"{line['step']} of {steps}: loss {line['loss']:.4f}, {line['acceptance_length']:.3f} tokens a step on "
+        f"the texts{more}; {rate:.2f} updates a second"
+    )
+
+
+class _Curves:
+    """The file of curves. Lines behind the step that a run goes on from are dropped."""
+
+    def __init__(self, directory: Path, step: int):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "curves.jsonl"
+        self.lines: list[dict[str, Any]] = []
+        if step and self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            whole = (json.loads(x) for x in lines if x.endswith("}"))
+            self.lines = [x for x in whole if x["step"] <= step]
+        text = "".join(json.dumps(x) + "\n" for x in self.lines)
+        self.path.write_text(text, encoding="utf-8")
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Write a line."""
+        self.lines.append(line)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def draw(self) -> None:
+        """Draw the curves, if matplotlib is there."""
+        try:
+            figure = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
+        except ImportError:
+            return
+        above, below = figure.subplots(2, sharex=True)
+        names = {
+            "loss": (above, "loss"),
+            "acceptance_length": (below, "training texts"),
+            "held_out_acceptance_length": (below, "held-out prompts"),
+        }
+        for name, (axes, label) in names.items():
+            points = [(x["step"], x[name]) for x in self.lines if name in x]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), label=label, marker="." if len(points) < 40 else ""
+                )
+        above.set_ylabel("loss")
+        below.set_ylabel("tokens a verify step")
+        below.set_xlabel("update")
+        if below.get_legend_handles_labels()[0]:
+            below.legend()
+        figure.savefig(self.path.with_suffix(".png"), dpi=120)

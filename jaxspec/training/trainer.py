@@ -1,0 +1,277 @@
+"""Train a drafter: the state of training, and one update as a pure function.
+
+    trainer = Trainer(pair.target, pair.drafter, TrainingOptions(steps=200))
+    state = trainer.init(pair.drafter.params)
+    state, metrics = trainer.update(state, pair.target.params, batch)
+    params = trainer.params(state)                                    # what a sampler takes
+
+`run.train` calls it for a whole run. A program that trains a policy calls it after its own updates, with the
+policy's weights of that time. Masters are float32; passes round them to the dtype of the drafter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.rollout.scoring import Sequences
+from jaxspec.sampling import make_key
+from jaxspec.shapes import Array, Bool, Float, Int, Params
+from jaxspec.training import passes
+from jaxspec.training.objectives import LossWeights, Sums, draw_anchors, loss_of, usual_weights
+from jaxspec.training.options import TrainingOptions
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import ModelDef
+from jaxspec.weights.trees import flat_params
+
+try:
+    import optax
+except ImportError as error:
+    raise ImportError(
+        "training needs optax, the extra `train`: pip install 'jaxspec-decoding[train]'"
+    ) from error
+
+
+class Batch(struct.PyTreeNode):
+    """Texts of an update: M parts of B texts each.
+
+    Attributes:
+      answers: the tokens that the target wrote. Drafts are learnt for these.
+    """
+
+    tokens: Int[Array, "M B S"]
+    lengths: Int[Array, "M B"]
+    answers: Bool[Array, "M B S"]
+
+    @classmethod
+    def of(cls, sequences: Sequences) -> Batch:
+        """Return a batch of one part, of texts as `jaxspec.score` takes them.
+
+        Raises:
+          ValueError: rows have several texts.
+        """
+        if sequences.packed:
+            raise ValueError("training takes a text a row, not packed rows: Sequences.padded or of")
+        real = sequences.texts >= 0
+        tokens = jnp.where(real, sequences.tokens, 0)
+        parts = tokens, jnp.sum(real, axis=1, dtype=jnp.int32), sequences.generated
+        return cls(*(x[None] for x in parts))
+
+    @classmethod
+    def padded(
+        cls, texts: Sequence[tuple[Sequence[int], Sequence[int]]], width: int, parts: int = 1
+    ) -> Batch:
+        """Return a batch of prompts and answers, each cut to a width."""
+        shape = (len(texts), width)
+        tokens, answers = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        lengths = np.zeros(len(texts), np.int32)
+        for row, (prompt, answer) in enumerate(texts):
+            text = [*prompt, *answer][:width]
+            tokens[row, : len(text)], lengths[row] = text, len(text)
+            answers[row, len(prompt) : len(text)] = True
+        by_part = (x.reshape(parts, -1, *x.shape[1:]) for x in (tokens, lengths, answers))
+        return cls(*map(jnp.asarray, by_part))
+
+
+class TrainState(struct.PyTreeNode):
+    """The state of training.
+
+    Attributes:
+      params: float32 masters of what is trained.
+      fixed: the drafter's other weights, such as an embedding of its own.
+      step: updates that were made.
+      failed: the step whose loss or gradient was not finite; -1: none. Nothing changes from there on.
+    """
+
+    params: Params
+    fixed: Params
+    opt_state: Any
+    step: Int[Array, ""]
+    failed: Int[Array, ""]
+
+
+class Metrics(struct.PyTreeNode):
+    """Numbers of one update.
+
+    Attributes:
+      acceptance_length: see `Sums.acceptance_length`.
+      grad_norm: before it is clipped.
+    """
+
+    loss: Float[Array, ""]
+    acceptance_length: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static part of an update."""
+
+    target: ModelDef
+    drafter: ModelDef
+    suppress_tokens: tuple[int, ...]
+    options: TrainingOptions
+    weights: LossWeights
+
+    def rate(self) -> optax.Schedule:
+        """Return the learning rate of each step."""
+        o = self.options
+        warmup = min(round(o.warmup * o.steps), o.steps - 1)
+        rise = [optax.linear_schedule(0.0, o.learning_rate, warmup)] if warmup else []
+        fall = optax.cosine_decay_schedule(o.learning_rate, o.steps - warmup)
+        return optax.join_schedules([*rise, fall], [warmup] if warmup else [])
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Return AdamW. Norms and scales do not decay."""
+        o = self.options
+
+        def decays(params: Any) -> Any:
+            return {name: x.ndim > 1 for name, x in params.items()}
+
+        return optax.chain(
+            optax.clip_by_global_norm(o.clip),
+            optax.adamw(self.rate(), b2=0.98, weight_decay=o.weight_decay, mask=decays),
+        )
+
+
+class Trainer:
+    """Trains a drafter for a target.
+
+    Args:
+      target: with or without quantised weights. It is never changed.
+      drafter: a loaded drafter, or the definition of a new one.
+      weights: of the loss; None for the usual ones of this kind of drafter.
+
+    Raises:
+      ConfigError: the drafter does not fit the target.
+      ValueError: drafters of this kind are not trained, or it is quantised.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel | ModelDef,
+        drafter: LoadedModel | ModelDef,
+        options: TrainingOptions = TrainingOptions(),  # noqa: B008
+        *,
+        weights: LossWeights | None = None,
+    ):
+        target_def = target.model_def if isinstance(target, LoadedModel) else target
+        drafter_def = drafter.model_def if isinstance(drafter, LoadedModel) else drafter
+        check_trainable(drafter_def)
+        drafter_def.config.check_fits(target_def.config)
+        generation = target.generation if isinstance(target, LoadedModel) else None
+        suppressed = generation.suppress_tokens if generation else ()
+        self.plan = Plan(
+            target_def,
+            drafter_def,
+            tuple(suppressed),
+            options,
+            weights or usual_weights(drafter_def.module),
+        )
+
+    def init(self, params: Any) -> TrainState:
+        """Return the state of training before the first step.
+
+        Args:
+          params: the drafter's weights, as `trees.flat_params` takes them. They are copied.
+        """
+        params = flat_params(params, self.plan.drafter)
+        fixed = fixed_weights(self.plan.drafter)
+        # A copy, since updates donate the state.
+        masters = {n: jnp.array(x, jnp.float32) for n, x in params.items() if n not in fixed}
+        others = {n: jnp.array(params[n]) for n in fixed}
+        opt_state = self.plan.optimizer().init(masters)
+        return TrainState(masters, others, opt_state, jnp.int32(0), jnp.int32(-1))
+
+    def update(
+        self, state: TrainState, target_params: Any, batch: Batch | Sequences
+    ) -> tuple[TrainState, Metrics]:
+        """Take a step. The state is donated.
+
+        The places of anchors depend on the options' seed and on the number of the step alone.
+        """
+        if isinstance(batch, Sequences):
+            batch = Batch.of(batch)
+        return _update(self.plan, state, flat_params(target_params, self.plan.target), batch)
+
+    def params(self, state: TrainState) -> Params:
+        """Return the drafter's weights in its dtype."""
+        return full_params(self.plan.drafter, state.params, state.fixed)
+
+
+def check_trainable(drafter: ModelDef) -> None:
+    """Refuse drafters that are not trained.
+
+    Raises:
+      ValueError: it is of such a kind, or quantised.
+    """
+    if not passes.can_train(drafter.module) or "WithHead" in drafter.module.__name__:
+        raise ValueError(
+            f"{drafter.module.__name__} is not trained; DFlash, DFlash2, DSpark and MTP drafters are, "
+            "without a copy of the target's head"
+        )
+    if drafter.formats:
+        raise ValueError("a quantised drafter is not trained; load it without quantising it")
+
+
+def fixed_weights(drafter: ModelDef) -> tuple[str, ...]:
+    """Return the weights that are not trained: ids, and a block drafter's own embedding and head."""
+    tables = ("embedding", "head") if hasattr(drafter.config, "own_head") else ()
+    return tuple(
+        name
+        for name, x in drafter.abstract_params().items()
+        if name in tables or not jnp.issubdtype(x.dtype, jnp.floating)
+    )
+
+
+def full_params(drafter: ModelDef, params: Params, fixed: Params) -> Params:
+    """Join masters and fixed weights, in the order and the dtypes of the model."""
+    joined = params | fixed
+    return {n: joined[n].astype(x.dtype) for n, x in drafter.abstract_params().items()}
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _update(
+    plan: Plan, state: TrainState, target_params: Params, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    parts = batch.tokens.shape[0]
+    keys = jax.random.split(jax.random.fold_in(make_key(plan.options.seed), state.step), parts)
+
+    def part_of(params: Params, part: tuple[Batch, Array]) -> tuple[Array, Sums]:
+        texts, key = part
+        drafter = plan.drafter.bind(full_params(plan.drafter, params, state.fixed))
+        target = plan.target.bind(target_params)
+        reading = passes.read(target, drafter, texts.tokens, texts.lengths, plan.suppress_tokens)
+        anchors, real = draw_anchors(key, texts.answers, plan.options.anchors)
+        sums = loss_of(drafter, reading, texts.answers, anchors, real, plan.weights)
+        return sums.loss, sums
+
+    def add(carry: Any, part: Any) -> Any:
+        gradient, sums = jax.grad(part_of, has_aux=True)(state.params, part)
+        return jax.tree.map(jnp.add, carry, (gradient, sums)), None
+
+    nothing = jax.tree.map(jnp.zeros_like, state.params), Sums.zero()
+    (gradient, sums), _ = jax.lax.scan(add, nothing, (batch, keys))
+    gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-6), gradient)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))
+    # optax mixes dtypes, which programs may have forbidden.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = plan.optimizer().update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        rate = jnp.asarray(plan.rate()(state.step), jnp.float32)
+    fine = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (state.failed < 0)
+    new = jax.tree.map(
+        lambda a, b: jnp.where(fine, a, b), (params, opt_state), (state.params, state.opt_state)
+    )
+    failed = jnp.where(fine | (state.failed >= 0), state.failed, state.step)
+    metrics = Metrics(sums.mean_loss, sums.acceptance_length, norm, rate)
+    state = TrainState(new[0], state.fixed, new[1], state.step + fine.astype(jnp.int32), failed)
+    return state, metrics

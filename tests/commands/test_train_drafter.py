@@ -1,0 +1,69 @@
+"""`jaxspec train-drafter` on the tiny pair: a run, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxspec
+from tests.commands.conftest import Run
+
+SHORT = ("--steps", "4", "--rows", "2", "--anchors", "8", "--held-out", "2")
+SHORT += ("--evaluated-tokens", "6", "--evaluate-every", "2")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    rng = np.random.default_rng(0)
+    rows = ({"prompt_ids": [2, *rng.integers(6, 200, 7).tolist()]} for _ in range(12))
+    rows = ({**row, "token_ids": rng.integers(6, 200, 12).tolist()} for row in rows)
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_run_writes_a_drafter_that_loads(invoke: Run, data: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = ["train-drafter", "target", "--from", "drafter", "--data", data, "--out", str(out)]
+    done = invoke(*command, *SHORT, "--regenerate", "--answer-tokens", "9")
+    assert done.code == 0, done.stderr
+    assert "tokens a verify step on 2 held-out prompts, greedy" in " ".join(done.stdout.split())
+    written = [json.loads(x) for x in (out / "texts.jsonl").read_text().splitlines()]
+    pair = jaxspec.load("target", str(out / "drafter"), dtype="float32")
+    prompts = [x["prompt_ids"] for x in written]
+    by_the_target = pair.plain().generate(prompts, max_new_tokens=9, progress=False)
+    assert [x["token_ids"] for x in written] == [list(x.token_ids) for x in by_the_target]
+    steps = [json.loads(x)["step"] for x in (out / "curves.jsonl").read_text().splitlines()]
+    assert steps == [0, 2, 4]
+    again = invoke(*command, *SHORT, "--regenerate", "--answer-tokens", "9")
+    assert again.code == 2
+    assert "the run is over; give another --out" in " ".join(again.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--out x", "--data is needed"),
+        ("--data {data}", "--out is needed"),
+        ("--data {data} --out x", "--kind is needed for a new drafter, or --from"),
+        ("--data {data} --out x --from drafter --layers 2", "are for new drafters"),
+        ("--data {data} --out x --from ngram", "NGramDrafter is not trained; DFlash, DFlash2"),
+        ("--data {data} --out x --from narrow", "the drafter does not fit the target"),
+        ("--data {data} --out x --kind mtp --from drafter", "cannot start from one of kind dflash"),
+        ("--data {data} --out x --from drafter --max-length 8", "no answer is as long as a block"),
+        ("--data nowhere.jsonl --out x --from drafter", "nowhere.jsonl"),
+        ("--data {data} --out x --kind dflash --thinking", "add --regenerate"),
+        ("--data {data} --out x --kind dflash --steps 0", "steps"),
+    ],
+)
+def test_mistakes_are_named(
+    invoke: Run, data: str, tmp_path: Path, options: str, message: str
+) -> None:
+    words = options.format(data=data).replace(" x", f" {tmp_path / 'x'}").split()
+    done = invoke("train-drafter", "target", *words)
+    assert done.code == 2, done.stdout
+    assert message in " ".join(done.stderr.split())
+    assert not (tmp_path / "x" / "drafter").exists()
