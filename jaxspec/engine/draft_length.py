@@ -93,6 +93,7 @@ class DraftLengthController:
         self._compile_s = 0.0  # of a decode program
         self._call: tuple[int, bool, float, int] | None = None
         self._chooses = False  # whether steps of that call choose
+        self._is_warm = False  # whether their program is compiled, and all lengths are timed
         self._logged, self._logged_s = True, -math.inf  # whether it drafted then
 
     @property
@@ -130,11 +131,10 @@ class DraftLengthController:
 
     def _with_costs(self, chooser: Chooser, choice: Choice, rows: int, max_steps: int) -> Choice:
         """Let the steps of a call choose, if that is quicker. Tries of other lengths stay as they are."""
-        if self.gate is None or choice != (max_steps, chooser.current, None):
-            return choice
-        costs = [chooser.costs.between(v, rows) for v in self.runtime.spec.widths]
+        is_usual = choice == (max_steps, chooser.current, None)
+        costs = [chooser.costs.of(v, rows) for v in self.runtime.spec.widths]
         known = tuple(cost for cost in costs if cost)
-        if len(known) < len(costs):
+        if self.gate is None or not (self._is_warm and is_usual) or len(known) < len(costs):
             return choice
         chooses, is_try = self.gate.next(chooser.costs.bucket(rows), max_steps)
         steps = min(TIMED_STEPS, max_steps) if is_try else max_steps
@@ -256,6 +256,7 @@ class DraftLengthController:
                 state = self._with_active(state, 1, rows)
                 call = self._bind(state, output, 1, chooser.full, rows, costs)
                 state, _ = jax.block_until_ready(call(state))
+        self._is_warm = True
         return runtime.clear(state, np.ones(runtime.num_rows, bool), self._dummy_tables)
 
     def _timed(

@@ -408,9 +408,12 @@ def test_an_engine_chooses_between_both_kinds_of_calls() -> None:
         done = run(engine, [request(p, NEW_TOKENS) for p in c.prompts])
         assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
     assert engine.num_compilations == compiled
-    gate = engine.draft_length.gate
-    assert gate is not None
-    assert {kind for kind, _ in gate._calls} == {True, False}
+    cold = c.engine("mixed", steps_per_return=2, choose_length="survival")
+    run(cold, [request(p, NEW_TOKENS) for p in c.prompts])
+    for warmed, kinds in ((engine, {True, False}), (cold, {False})):
+        gate = warmed.draft_length.gate
+        assert gate is not None
+        assert {kind for kind, _ in gate._calls} == kinds
 
 
 def test_where_steps_cannot_choose() -> None:
