@@ -35,7 +35,7 @@ from rich.table import Table
 import jaxspec
 from jaxspec.api import BUNDLED
 from jaxspec.shapes import Array, Int, Params
-from scripts.train_bundled.drafter import block_logits
+from scripts.train_bundled.drafter import draft_logits
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 16, 24
 EVALUATED = 16  # samples of each prompt
@@ -100,10 +100,10 @@ def update_drafter(
     places = jnp.arange(PROMPT_TOKENS - 1, text.shape[1] - block + 1)
     anchors = jnp.broadcast_to(places, (len(text), len(places)))
     labels = text[:, (places[:, None] + jnp.arange(1, block)).ravel()]
-    labels = labels.reshape(len(text), len(places), block - 1).swapaxes(0, 1)
+    labels = labels.reshape(len(text), len(places), block - 1)
 
     def loss(params: Params) -> Array:
-        logits = block_logits(model_defs, target_params, params, text, anchors)
+        logits = draft_logits(model_defs, target_params, params, text, anchors)
         logprobs = jax.nn.log_softmax(logits)
         chosen = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
         return -jnp.mean(chosen * jnp.exp(-jnp.arange(block - 1) / 2))  # early drafts count most

@@ -1,7 +1,7 @@
-"""Train the DFlash drafter on text that the target wrote, and measure how much of it a draft gets right.
+"""Train a drafter on text that the target wrote, and measure how much of it a draft gets right.
 
-Training calls the very `context`, `keys_and_values` and `block_logits` that decoding calls: the context
-of a row is projected once, and the block at each of its anchors sees the part before that anchor.
+`draft_logits` is the training pass of `jaxspec.training.passes`: the modules that decode, at many places of a
+text at once. The text's own tokens stand in the slots before, which is what drafts are while they are right.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxspec.cache import KVSegment
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.shapes import Array, Float, Int, Params
+from jaxspec.training import passes
 from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import recipe
 from scripts.train_bundled.recipe import AssistantSchedule, DrafterSchedule
@@ -29,8 +29,9 @@ def dflash_def(dtype: str) -> ModelDef:
     return ModelDef(DFlashDrafter, recipe.DFLASH, dtype)
 
 
-def initial_params(model_def: ModelDef, seed: int) -> Params:
+def initial_params(model_def: ModelDef, target_params: Params, seed: int) -> Params:
     """Return float32 weights; what layers add to the residual stream begins small."""
+    del target_params
     params = ModelDef(model_def.module, model_def.config, "float32").random_params(seed)
     return {
         name: value * 0.5 if name.endswith((".out", ".down")) else value
@@ -38,43 +39,18 @@ def initial_params(model_def: ModelDef, seed: int) -> Params:
     }
 
 
-def block_logits(
+def draft_logits(
     model_defs: tuple[ModelDef, ModelDef],
     target_params: Params,
     params: Params,
     text: Int[Array, "B S"],
     anchors: Int[Array, "B A"],
-) -> Float[Array, "A B G V"]:
-    """Return the draft logits of the blocks whose anchors are these positions of the text."""
+) -> Float[Array, "B A G V"]:
+    """Return the logits of the drafts whose anchors are these positions of the text."""
     target = model_defs[0].bind(rounded(target_params, model_defs[0].dtype))
     drafter = model_defs[1].bind(rounded(params, model_defs[1].dtype))
-    b, s = text.shape
-    out = target(
-        text,
-        jnp.zeros(b, jnp.int32),
-        jnp.full(b, s, jnp.int32),
-        None,
-        feature_layers=drafter.feature_layers,
-        logit_rows=jnp.zeros((b, 1), jnp.int32),
-    )
-    features = jax.lax.stop_gradient(out.features)
-    positions = jnp.broadcast_to(jnp.arange(s), (b, s))
-    context = drafter.context(features)
-    keys_and_values = [layer.keys_and_values(context, positions) for layer in drafter.layers]
-
-    def draft(lengths: Int[Array, " B"]) -> Float[Array, "B G V"]:
-        visible = jnp.where(positions < lengths[:, None], positions, -1)
-        segments = tuple(KVSegment(k, v, visible) for k, v in keys_and_values)
-        tokens = jnp.take_along_axis(text, lengths[:, None], axis=1)[:, 0]
-        return drafter.block_logits(
-            segments,
-            target,
-            tokens,
-            lengths,
-            num_draft_tokens=drafter.max_draft_tokens,
-        )
-
-    return jax.vmap(draft)(anchors.T)
+    reading = passes.read(target, drafter, text, jnp.full(len(text), text.shape[1]))
+    return passes.predictor(drafter, reading)(anchors).final.logits
 
 
 def write_text(
@@ -120,7 +96,7 @@ def write_text(
 def _step(
     model_defs: tuple[ModelDef, ModelDef],
     optimizer: optax.GradientTransformation,
-    schedule: DrafterSchedule,
+    schedule: DrafterSchedule | AssistantSchedule,
     target_params: Params,
     params: Params,
     opt_state: optax.OptState,
@@ -131,20 +107,20 @@ def _step(
     which, where = jax.random.split(key)
     chosen = jax.random.randint(which, (schedule.rows,), 0, texts.shape[0])
     text, length = texts[chosen].astype(jnp.int32), lengths[chosen]
-    num_drafts = recipe.DFLASH.block_size - 1
+    slot_weights = schedule.slot_weights()
+    num_drafts = len(slot_weights)
     span = schedule.new_tokens - num_drafts
     anchors = length[:, None] + jax.random.randint(
         where, (schedule.rows, schedule.anchors), 0, span
     )
-    # [A, B, G]: the tokens after each anchor
-    at = anchors.T[:, :, None] + 1 + jnp.arange(num_drafts)
-    labels = jnp.take_along_axis(text[None], at.reshape(at.shape[0], at.shape[1], -1), axis=2)
-    before = jnp.take_along_axis(text[None], at - 1, axis=2)
-    alive = jnp.cumprod(before != recipe.EOS, axis=-1)  # nothing is drafted past the end
-    weights = jnp.exp(-jnp.arange(num_drafts) / schedule.position_decay) * alive
+    at = anchors[..., None] + jnp.arange(num_drafts + 1)  # [B, A, G + 1]
+    tokens = jnp.take_along_axis(text, at.reshape(len(text), -1), axis=1).reshape(at.shape)
+    labels = tokens[..., 1:]
+    alive = jnp.cumprod(tokens[..., :-1] != recipe.EOS, axis=-1)  # nothing is drafted past the end
+    weights = slot_weights * alive
 
     def loss_of(p: Params) -> tuple[Array, Array]:
-        logits = block_logits(model_defs, target_params, p, text, anchors)
+        logits = draft_logits(model_defs, target_params, p, text, anchors)
         loss = jnp.sum(cross_entropy(logits, labels) * weights) / jnp.sum(weights)
         right = jnp.cumprod((jnp.argmax(logits, axis=-1) == labels) * alive, axis=-1)
         return loss, 1 + jnp.mean(jnp.sum(right, axis=-1))
@@ -157,11 +133,18 @@ def _step(
 def train(
     model_defs: tuple[ModelDef, ModelDef],
     target_params: Params,
-    schedule: DrafterSchedule,
+    schedule: DrafterSchedule | AssistantSchedule,
     streams: dict[str, np.ndarray],
     report: Report,
+    *,
+    initial_params: Callable[[ModelDef, Params, int], Params] = initial_params,
+    seed: int = recipe.SEED + 1,
 ) -> Params:
-    """Train from scratch; return float32 master weights."""
+    """Train from scratch; return float32 master weights.
+
+    Args:
+      initial_params: makes weights of the drafter's definition, the target's weights and a seed.
+    """
     stream = np.concatenate([streams["library"], streams["tests"][: len(streams["library"])]])
     shipped = rounded(rounded(target_params, "bfloat16"), model_defs[0].dtype)
     written = write_text(model_defs[0], shipped, schedule, stream, report)
@@ -169,9 +152,9 @@ def train(
     optimizer = make_optimizer(
         schedule.peak_rate, schedule.weight_decay, schedule.warmup_steps, schedule.steps
     )
-    params = initial_params(model_defs[1], recipe.SEED + 1)
+    params = initial_params(model_defs[1], shipped, seed)
     opt_state = optimizer.init(params)
-    key, begin = jax.random.key(recipe.SEED + 2), time.perf_counter()
+    key, begin = jax.random.key(seed + 1), time.perf_counter()
     taus: list[Any] = []
     for step in range(1, schedule.steps + 1):
         params, opt_state, loss, tau = _step(
@@ -204,8 +187,7 @@ def drafts(
     anchors: Array,
 ) -> Int[Array, "B A G"]:
     """Return what is drafted at these positions of a text."""
-    logits = block_logits(model_defs, target_params, params, text, anchors)
-    return jnp.argmax(logits, axis=-1).swapaxes(0, 1)
+    return jnp.argmax(draft_logits(model_defs, target_params, params, text, anchors), axis=-1)
 
 
 def acceptance_lengths(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import lzma
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.shapes import Params
 from jaxspec.weights.model_def import ModelDef
-from scripts.train_bundled import assistant, drafter, recipe
+from scripts.train_bundled import drafter, recipe
 from scripts.train_bundled.target import cross_entropy, generate
 
 WINDOW, STRIDE = (
@@ -101,8 +100,8 @@ def evaluate(
         per_row, pooled = distinct_share(new)
         result[name] = {
             **{
-                kind: _acceptance(models, kind, module.drafts, text, width, num_tokens)
-                for kind, module in (("dflash", drafter), ("mtp", assistant))
+                kind: _acceptance(models, kind, text, width, num_tokens)
+                for kind in ("dflash", "mtp")
             },
             "distinct_4_grams": per_row,
             "distinct_4_grams_pooled": pooled,
@@ -116,14 +115,13 @@ def evaluate(
 def _acceptance(
     models: dict[str, tuple[ModelDef, Params]],
     kind: str,
-    drafts: Callable[..., jax.Array],
     text: jax.Array,
     prompt_length: int,
     num_tokens: int,
 ) -> dict[str, Any]:
     """Return how a drafter does on a text that the target wrote."""
     (target, target_params), (model_def, params) = models["target"], models[kind]
-    draft = functools.partial(drafts, (target, model_def), target_params, params)
+    draft = functools.partial(drafter.drafts, (target, model_def), target_params, params)
     rows = drafter.acceptance_lengths(draft, text, prompt_length, num_tokens)
     steps = [length for row in rows for length in row]
     most = max(steps)

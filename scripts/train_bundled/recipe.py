@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
@@ -123,7 +125,11 @@ class DrafterSchedule:
     peak_rate: float = 2e-3
     weight_decay: float = 0.05
     warmup_steps: int = 300
-    position_decay: float = 4.0  # slot k of a block weighs exp(-(k - 1) / this)
+    position_decay: float = 4.0
+
+    def slot_weights(self) -> np.ndarray:
+        """Return the weight of each slot of a block."""
+        return np.exp(-np.arange(DFLASH.block_size - 1) / self.position_decay).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -134,13 +140,16 @@ class AssistantSchedule:
     steps: int
     rows: int = 6
     anchors: int = 64  # chains a row
-    num_drafts: int = 5
     prompt_lengths: tuple[int, int] = (64, 64)
     new_tokens: int = 256
     peak_rate: float = 3e-3
     weight_decay: float = 0.05
     warmup_steps: int = 100
-    step_decay: float = 0.8  # draft k of a chain weighs this to the power k - 1
+    step_decay: float = 0.8
+
+    def slot_weights(self) -> np.ndarray:
+        """Return the weight of each draft of a chain."""
+        return np.power(self.step_decay, np.arange(MTP.num_draft_tokens)).astype(np.float32)
 
 
 TARGET_SCHEDULES = {
