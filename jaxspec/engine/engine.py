@@ -106,9 +106,10 @@ class Engine:
       batch_size: slots; rounded up to a multiple of the mesh's data axis, and on a CPU beyond 16 to
         a multiple of 8.
       cache_length: positions of a slot; prompt, new tokens and one step's tokens must fit.
-      cache_tokens: tokens for which caches have room, in pages of 64. A request gets the pages that
-        it can need, so that short requests leave room for more of them, and waits while too few are
-        free. At least `cache_length`. "auto": as many as memory holds. Needs a mesh whose data axis
+      cache_tokens: tokens for which caches have room, in pages of 64. A request gets pages for its
+        prompt and its first steps, and more as it grows. It waits while too few are free. Where rows
+        that run have too few, the youngest give up theirs, and go on later with the same tokens. At
+        least `cache_length`. "auto": as many as memory holds. Needs a mesh whose data axis
         has one device. None: every slot has room for `cache_length` positions.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
       steps_per_return: most decode steps between returns to the host.
@@ -349,6 +350,11 @@ class Engine:
         if slots.pages is not None:
             return slots.pages.usage
         return 1 - len(slots.free) / slots.count
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of times that a request gave up its pages for an older one, and went on later."""
+        return self.runtime.timings.preemptions
 
     @property
     def num_running(self) -> int:

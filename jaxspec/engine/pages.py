@@ -1,8 +1,8 @@
 """The pages of a state's caches on the host: which are free, and who has which.
 
 Read `PagePool.take` and `release`. Caches whose rows have the same number of slots share a table:
-the full layers of target and drafter, the sliding layers of one window. A row gets all pages that
-it can need when it is admitted, so that it never waits for one while it decodes.
+the full layers of target and drafter, the sliding layers of one window. A row gets the pages of its
+prompt and of its first steps when it is admitted, and `grow` gives it more.
 
 Several rows and stored prefixes may have one page. A row writes to no such page, see `Sharing`.
 """
@@ -31,6 +31,7 @@ class PagePool:
     Attributes:
       tables: the pages of each row, by the slots of a row.
       positions: for which each row has pages.
+      ends: positions that each row may need in the end.
     """
 
     def __init__(self, rows: int, counts: dict[int, int]):
@@ -38,7 +39,7 @@ class PagePool:
         self.tables: HostTables = {
             slots: np.full((rows, pages_for(slots)), NO_PAGE, np.int32) for slots in counts
         }
-        self.positions = [0] * rows
+        self.positions, self.ends = [0] * rows, [0] * rows
         self._holders = {slots: np.zeros(count, np.int32) for slots, count in counts.items()}
         self._of_rows = {slots: np.zeros(count, np.int32) for slots, count in counts.items()}
         # The last one is taken first.
@@ -85,15 +86,21 @@ class PagePool:
         return len(rows)
 
     def take(
-        self, row: int, positions: int, shared: Mapping[int, Mapping[int, int]] | None = None
+        self,
+        row: int,
+        positions: int,
+        shared: Mapping[int, Mapping[int, int]] | None = None,
+        *,
+        end: int | None = None,
     ) -> None:
         """Give a row without pages those of so many positions. As many as are not shared must be free.
 
         Args:
           shared: pages that others have, by the slots of a row and by their places in its table.
+          end: positions that it may need in the end; None: no more.
         """
         assert not self.positions[row], "the row has pages"
-        self.positions[row] = positions
+        self.positions[row], self.ends[row] = positions, positions if end is None else end
         for slots, count in self.pages(positions).items():
             table, of_others = self.tables[slots], dict((shared or {}).get(slots, {}))
             for place in range(count):
@@ -101,6 +108,21 @@ class PagePool:
                 table[row, place] = page
                 self._holders[slots][page] += 1
                 self._of_rows[slots][page] += 1
+
+    def missing(self, row: int, positions: int) -> dict[int, int]:
+        """Return how many pages more a row needs for so many positions, by the slots of a row."""
+        has = self.pages(self.positions[row])
+        return {slots: max(0, n - has[slots]) for slots, n in self.pages(positions).items()}
+
+    def grow(self, row: int, positions: int) -> None:
+        """Give a row the pages that it misses for so many positions. As many must be free."""
+        has = self.pages(self.positions[row])
+        for slots, count in self.missing(row, positions).items():
+            for place in range(has[slots], has[slots] + count):
+                page = self.allocate(slots)
+                self._of_rows[slots][page] += 1
+                self.tables[slots][row, place] = page
+        self.positions[row] = max(self.positions[row], positions)
 
     def release(self, row: int) -> None:
         """Take the pages of a row from it, if it has any."""

@@ -16,11 +16,15 @@ import numpy as np
 
 from jaxspec import row_subset
 from jaxspec.engine.draft_length import DraftLengthController
+from jaxspec.engine.preemption import RowSwap, SavedRow
 from jaxspec.engine.prefix_cache.planner import PrefixPlanner
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Completion, Request, Update, num_positions
 from jaxspec.engine.slots import Slots
 from jaxspec.runtime.prefill import PrefillPlanner, make_chunk
+
+CALLS_AHEAD = 2
+"""A row gets pages for its prompt and so many decode calls when it is admitted, and more as it needs them."""
 
 
 class Scheduler:
@@ -37,6 +41,7 @@ class Scheduler:
       waiting: requests without a slot, in their order.
       slots: the rows of the state. Those beyond the batch size let prompts be prefilled ahead.
       running: the slots that decode, as many as the batch size at most.
+      preempted: rows that gave up their pages, the oldest first. They return before others get slots.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[int] = []
+        self.preempted: list[SavedRow] = []
+        self._swap = RowSwap(runtime)
         vision = runtime.vision_config
         two_way = vision is not None and vision.two_way
         self._planner = PrefillPlanner(runtime.shapes, two_way=two_way)
@@ -74,6 +81,10 @@ class Scheduler:
           max_steps: decode steps of the next call at most.
         """
         events = self._collect() if self._is_busy else []
+        spec = self.runtime.spec
+        self.slots.headroom = CALLS_AHEAD * max_steps * (spec.depth + 1) + spec.step_tokens
+        self._release()
+        self._return_preempted()
         self._start_rows()
         self._admit()
         if self._should_prefill():
@@ -90,6 +101,10 @@ class Scheduler:
                 if self._prefixes is not None:
                     self._prefixes.forget(id)
                 return Completion(id, finish_reason="cancelled")
+        for saved in self.preempted:
+            if saved.row.request.id == id:
+                self.preempted.remove(saved)
+                return saved.row.as_completion("cancelled")
         if (slot := self.slots.slot_of(id)) is None:
             return None
         row = self.slots.rows[slot]
@@ -122,6 +137,8 @@ class Scheduler:
             slots.state, _ = call(slots.state)
         if self._prefixes is not None:
             self._prefixes.store.warm_up()
+        if slots.pages is not None:
+            self._swap.warm_up(slots)
         for guided in kinds:
             call = runtime.bind_decode(slots.state, of_decode, 1, guided=guided, tables=tables)
             slots.state, _ = call(slots.state)
@@ -162,15 +179,19 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give slots to waiting requests, and plan the prefill of their prompts."""
-        self._release()
         free = self.slots.free
+        if self.preempted:
+            return
         if not self.runtime.read_ahead and (
             self._planner.pending or (self.running and len(free) < self._min_free_slots)
         ):
             return
         new = dict(zip(free, self._take_waiting(len(free)), strict=False))
-        if not new:
-            return
+        if new:
+            self._start(new)
+
+    def _start(self, new: dict[int, Request]) -> None:
+        """Give free slots to requests, by slot."""
         self.slots.admit(new)
         if self._prefixes is not None:
             self._prefixes.begin(self.slots, new)
@@ -189,6 +210,65 @@ class Scheduler:
                 self._prefixes.store.forget_pages(slots.pages.of_row(slot))
         slots.release()
 
+    def _return_preempted(self) -> None:
+        """Give slots and pages to rows that gave up theirs, in the order of their first admission."""
+        slots = self.slots
+        while self.preempted and slots.free:
+            saved, slot = self.preempted[0], slots.free[0]
+            request = saved.row.request
+            positions = slots.first_positions(request, len(saved.row.tokens))
+            assert slots.pages is not None
+            if not slots.pages.num_fitting([positions]):
+                return
+            del self.preempted[0]
+            if saved.small is None:
+                self._start({slot: request})
+                continue
+            self._make_room(slots.pages.pages(positions))
+            end = num_positions(self.runtime.spec, request)
+            slots.pages.take(slot, positions, end=end)
+            self._swap.load(slots, slot, saved)
+
+    def _make_room(self, needed: dict[int, int]) -> bool:
+        """Evict stored prefixes until so many pages are free, by the slots of a row; return whether they are."""
+        assert self.slots.pages is not None
+        if self._prefixes is not None:
+            return self._prefixes.store.make_room(needed)
+        return all(free >= needed[slots] for slots, free in self.slots.pages.num_free.items())
+
+    def _grow_rows(self, max_steps: int) -> None:
+        """Give running rows pages for some steps. Where too few are left, the youngest rows give up theirs.
+
+        The oldest row is never preempted, and alone it has room. So all rows end.
+        """
+        slots, pages, spec = self.slots, self.slots.pages, self.runtime.spec
+        if pages is None:
+            return
+        for slot in sorted(self.running, key=self._number_of):
+            if (row := slots.rows[slot]) is None:  # it was preempted for an older one
+                continue
+            length = len(row.request.prompt_ids) + len(row.tokens)
+            positions = length + max_steps * (spec.depth + 1) + spec.step_tokens
+            positions = min(positions, pages.ends[slot])
+            while slots.rows[slot] is row and not self._make_room(pages.missing(slot, positions)):
+                taken = [other for other, row in enumerate(slots.rows) if row is not None]
+                self._preempt(max(taken, key=self._number_of))
+            if slots.rows[slot] is row:
+                pages.grow(slot, positions)
+        self.running = [slot for slot in self.running if slots.rows[slot] is not None]
+
+    def _number_of(self, slot: int) -> int:
+        row = self.slots.rows[slot]
+        assert row is not None
+        return row.number
+
+    def _preempt(self, slot: int) -> None:
+        """Take a row off the device, until there are pages for it."""
+        self._planner.remove(slot)
+        self.preempted.append(self._swap.save(self.slots, slot))
+        self.preempted.sort(key=lambda saved: saved.row.number)
+        self.runtime.timings.preemptions += 1
+
     def _take_waiting(self, count: int) -> list[Request]:
         """Take the first waiting requests, `count` at most, but leave those that gain by waiting on.
 
@@ -196,13 +276,13 @@ class Scheduler:
         """
         if not count or not self.waiting:
             return []
-        pages, spec = self.slots.pages, self.runtime.spec
+        pages = self.slots.pages
         if self._prefixes is None:
             taken = list(itertools.islice(self.waiting, count))
         else:
             taken = self._prefixes.ready(self.waiting, count)
         if pages is not None:
-            taken = taken[: pages.num_fitting([num_positions(spec, r) for r in taken])]
+            taken = taken[: pages.num_fitting([self.slots.first_positions(r) for r in taken])]
         ids = {request.id for request in taken}
         self.waiting = deque(request for request in self.waiting if request.id not in ids)
         return taken
@@ -251,6 +331,7 @@ class Scheduler:
 
     def _decode(self, max_steps: int) -> None:
         """Launch some decode steps. They end early when rows end whose slots are needed."""
+        self._grow_rows(max_steps)
         runtime, slots, active, until_active = self.runtime, self.slots, len(self.running), 0
         waits_for_pages = bool(slots.pages and self.waiting and slots.free)
         if self._ready or waits_for_pages:

@@ -130,6 +130,7 @@ class Slots:
       count: rows of the state.
       pages: of the rows; None where each row has one page.
       rows: by slot; None where the slot is free.
+      headroom: positions beyond its prompt for which a row gets pages at first.
     """
 
     def __init__(self, runtime: Runtime, num_stop_ids: int):
@@ -137,6 +138,7 @@ class Slots:
         self.count = count = runtime.num_rows
         self.pages = PagePool(count, runtime.page_counts) if runtime.paging else None
         self.rows: list[Row | None] = [None] * count
+        self.headroom = 0
         self._num_admitted = 0
         self._non_finite = np.zeros(count, bool)  # by the newest output
         self._launched: Future[LaunchResult] | LaunchResult | None = None
@@ -207,9 +209,19 @@ class Slots:
         self.state = self.runtime.admit(self.state, self._new_rows(new, guides))
 
     def take_pages(self, slot: int, request: Request) -> None:
-        """Give a row pages that nobody has."""
+        """Give a row its first pages."""
         if self.pages is not None:
-            self.pages.take(slot, num_positions(self.runtime.spec, request))
+            end = num_positions(self.runtime.spec, request)
+            self.pages.take(slot, self.first_positions(request), end=end)
+
+    def first_positions(self, request: Request, new_tokens: int = 0) -> int:
+        """Return the positions for which a request gets pages when it gets a slot.
+
+        Args:
+          new_tokens: that it has already.
+        """
+        first = len(request.prompt_ids) + new_tokens + self.headroom
+        return min(num_positions(self.runtime.spec, request), first)
 
     @property
     def spoiled(self) -> np.ndarray:

@@ -120,12 +120,18 @@ def cache_length_for(spec: DecodeSpec, positions: int, *, multiple: int = 1) -> 
 
 @dataclass
 class Timings:
-    """Seconds of wall clock in prefill, decoding and compilation. None of them contains another."""
+    """Seconds of wall clock in prefill, decoding and compilation. None of them contains another.
+
+    Attributes:
+      decode_tokens: returned tokens, except those of prefill.
+      preemptions: rows that gave up their pages for older ones.
+    """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0
-    decode_tokens: int = 0  # returned tokens, except those of prefill
+    decode_tokens: int = 0
+    preemptions: int = 0
 
 
 class NewRows(NamedTuple):

@@ -139,9 +139,13 @@ class _Routes:
         return JSONResponse({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        engine = self._engine
-        usage = engine.engine.cache_usage
-        text = self._metrics.text(engine.num_running, engine.num_waiting, usage)
+        open_engine, engine = self._engine, self._engine.engine
+        text = self._metrics.text(
+            open_engine.num_running,
+            open_engine.num_waiting,
+            engine.cache_usage,
+            engine.num_preemptions,
+        )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:

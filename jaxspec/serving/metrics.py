@@ -69,6 +69,8 @@ class Metrics:
         self.running = make(Gauge, "num_requests_running", "Requests that have a slot.")
         self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for a slot.")
         self.cache_usage = make(Gauge, "kv_cache_usage_perc", "Caches in use, 1 for all.")
+        self.preemptions = make(Counter, "num_preemptions", "Requests that gave up their pages.")
+        self._known_preemptions = 0
         self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens read.")
         self.generation_tokens = make(Counter, "generation_tokens", "New tokens.")
         self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
@@ -163,13 +165,16 @@ class Metrics:
         for outcome, count in outcomes.items():
             self.calls.labels(self._model, outcome).inc(count)
 
-    def text(self, running: int, waiting: int, cache_usage: float) -> bytes:
+    def text(self, running: int, waiting: int, cache_usage: float, preemptions: int) -> bytes:
         """Return all counts in the text form that Prometheus reads.
 
         Args:
           cache_usage: the share of the caches that requests have.
+          preemptions: of the engine so far.
         """
         self.running.set(running)
         self.waiting.set(waiting)
         self.cache_usage.set(cache_usage)
+        self.preemptions.inc(preemptions - self._known_preemptions)
+        self._known_preemptions = preemptions
         return generate_latest(self._registry)

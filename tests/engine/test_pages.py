@@ -11,6 +11,8 @@ import pytest
 from jaxspec import cache
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.pages import PagePool
+from jaxspec.engine.prefix_cache import store
+from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import FieldError, Tree
 from tests import tiny
@@ -114,6 +116,72 @@ def test_short_requests_share_memory_that_one_long_row_would_take() -> None:
     assert paged.num_running == 6
     while not paged.is_idle:
         paged.step()
+
+
+def with_preemption(pair: tuple[str, str | None], **options: Any) -> tuple[Engine, Engine]:
+    """Return an engine with whole rows, and one whose pages hold the beginnings of four rows and the ends of two."""
+    options = dict(batch_size=4, penalties=True) | options
+    return engine(pair, **options), engine(pair, cache_tokens=SHORT_OF_MEMORY, **options)
+
+
+def check_preemption(pair: tuple[str, str | None], **options: Any) -> None:
+    whole, paged = with_preemption(pair, **options)
+    count = paged.batch_size + 2
+    requests = [
+        request(range(20 + i, 36 + i), 70, seed=i, temperature=i % 2, logprobs=True)
+        for i in range(count)
+    ]
+    expected = run(whole, requests)
+    scheduler = paged._scheduler
+    done: dict[Any, Completion] = {}
+    for i, asked in enumerate(requests):
+        paged.add(Request(**{**vars(asked), "id": i, "sample": i}))
+    while not paged.is_idle:
+        done |= {e.id: e for e in paged.step() if isinstance(e, Completion)}
+        assert scheduler.slots.pages is not None
+        scheduler.slots.pages.check(paged._prefixes and paged._prefixes.holders)
+    assert paged.num_preemptions >= 2
+    assert_equal(expected, [done[i] for i in range(len(requests))])
+    if paged._prefixes is None:
+        assert_no_page_is_lost(paged)
+
+
+def test_rows_that_are_preempted_go_on_as_if_they_had_not_been() -> None:
+    check_preemption(("31b", "mtp"), draft_sampling=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [*PAIRS, ("31b", None)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(read_ahead=2), dict(max_prefill_tokens=1), dict(batch_size=6, stored=True)]
+)
+def test_every_pair_is_preempted(
+    pair: tuple[str, str | None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside stored prefixes, which leave first."""
+    monkeypatch.setattr(store, "MIN_TOKENS", 8)
+    options = dict(options)
+    if options.pop("stored", False):
+        runtime = engine(pair).runtime
+        row = RowSizes(runtime.spec, runtime.cache_length, runtime.mesh)
+        options["prefix_bytes"] = row.min_bytes
+    check_preemption(pair, draft_sampling=pair[1] is not None, **options)
+
+
+def test_a_preempted_request_can_be_cancelled_and_the_oldest_never_waits() -> None:
+    _, paged = with_preemption(("31b", "mtp"))
+    scheduler, order = paged._scheduler, []
+    for i in range(4):
+        paged.add(request(range(20 + i, 36 + i), 70, id=i))
+    while not paged.is_idle:
+        order += [(e.id, e.finish_reason) for e in paged.step() if isinstance(e, Completion)]
+        assert all(saved.row.request.id != 0 for saved in scheduler.preempted)
+        if scheduler.preempted and len(order) == 0:
+            paged.cancel(scheduler.preempted[-1].row.request.id)
+    assert "cancelled" in {reason for _, reason in order}
+    assert len(order) == 4
+    assert (0, "length") in order
+    assert_no_page_is_lost(paged)
 
 
 def test_a_long_request_is_not_overtaken() -> None:

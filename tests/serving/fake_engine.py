@@ -50,6 +50,10 @@ class FakeEngine:
         assert threading.get_ident() == self.thread
 
     @property
+    def num_preemptions(self) -> int:
+        return 0
+
+    @property
     def cache_usage(self) -> float:
         return len(self.running) / self.batch_size
 

@@ -371,7 +371,7 @@ def test_steps_are_counted_by_the_drafts_that_they_verified() -> None:
     handle = Handle(Request(PROMPT, 8), lambda handle: None)
     handle.first_token_s = 0.1
     metrics.done(handle, done)
-    text = metrics.text(0, 0, 1).decode()
+    text = metrics.text(0, 0, 1, 3).decode()
     assert 'jaxspec:verify_steps_total{draft_length="0",model_name="tiny"} 2.0' in text
     assert 'jaxspec:verify_steps_total{draft_length="3",model_name="tiny"} 1.0' in text
 

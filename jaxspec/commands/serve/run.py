@@ -129,10 +129,11 @@ def run(
         address = f"[{host}]" if ":" in host else host
         stats = engine.prefix_stats
         prefixes = f", {format_gib(stats.pool_bytes)} GiB for prefixes" if stats else ""
+        pages = f" in pages for {engine.cache_tokens:,} tokens" if engine.runtime.paging else ""
         console.print(
             f"serving {model.names[0]} on {scheme}://{address}:{port}/v1, {engine.batch_size} "
             "slots of "
-            f"{engine.cache_length} positions{prefixes}",
+            f"{engine.cache_length} positions{pages}{prefixes}",
             markup=False,
             soft_wrap=True,
         )

@@ -244,7 +244,9 @@ class DeviceCopies(RowSizes):
         """Copy pages to others of the same caches."""
         if any(pairs.values()):
             inputs = self._padded(pairs)
-            rows.state = self._run(copy_pages, rows.state.stop_ids.shape, rows.state, inputs)
+            rows.state = run_copy(
+                self.runtime, copy_pages, rows.state.stop_ids.shape, rows.state, inputs
+            )
 
     def _padded(self, pairs: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Any]:
         """Return pairs of pages as `copy_pages` takes them. A full cache has one at most, a ring its row's."""
@@ -262,7 +264,7 @@ class DeviceCopies(RowSizes):
         if self._small:
             inputs = rows.state, np.int32(row), np.int32(snapshot)
             shape = rows.state.stop_ids.shape
-            self._snapshots = self._run(keep, shape, self.snapshots, *inputs)
+            self._snapshots = run_copy(self.runtime, keep, shape, self.snapshots, *inputs)
 
     def restore(self, rows: Slots, row: int, snapshot: int, tokens: np.ndarray) -> None:
         """Copy a snapshot into a row that goes on behind these tokens."""
@@ -272,31 +274,35 @@ class DeviceCopies(RowSizes):
         padded = np.zeros(self.runtime.cache_length, np.int32)
         padded[: len(tokens)] = tokens
         inputs = np.int32(row), np.int32(snapshot), padded, np.int32(len(tokens))
-        rows.state = self._run(restore, state.stop_ids.shape, state, self.snapshots, *inputs)
+        rows.state = run_copy(
+            self.runtime, restore, state.stop_ids.shape, state, self.snapshots, *inputs
+        )
 
     def lift(self, rows: Slots, slots: int, page: int) -> list[Array]:
         """Return a copy of a page in host memory. The caller does not wait for it."""
         inputs = rows.state, {slots: np.int32(page)}
         shape = (slots, *rows.state.stop_ids.shape)
-        return _to_host(self._run(lift_page, shape, *inputs, donate=False))
+        return to_host(run_copy(self.runtime, lift_page, shape, *inputs, donate=False))
 
     def lower(self, rows: Slots, slots: int, page: int, copy: list[Array]) -> None:
         """Put such a copy into a page."""
-        inputs = rows.state, _to_device(copy), {slots: np.int32(page)}
+        inputs = rows.state, to_device(copy), {slots: np.int32(page)}
         shape = (slots, *rows.state.stop_ids.shape)
-        rows.state = self._run(lower_page, shape, *inputs)
+        rows.state = run_copy(self.runtime, lower_page, shape, *inputs)
 
     def lift_snapshot(self, index: int) -> list[Array]:
         """Return a copy of a snapshot in host memory. The caller does not wait for it."""
         if not self._small:
             return []
-        return _to_host(self._run(lift, (), self.snapshots, np.int32(index), donate=False))
+        return to_host(
+            run_copy(self.runtime, lift, (), self.snapshots, np.int32(index), donate=False)
+        )
 
     def lower_snapshot(self, index: int, copy: list[Array]) -> None:
         """Put such a copy into a snapshot."""
         if self._small:
-            inputs = self.snapshots, _to_device(copy), np.int32(index)
-            self._snapshots = self._run(lower, (), *inputs)
+            inputs = self.snapshots, to_device(copy), np.int32(index)
+            self._snapshots = run_copy(self.runtime, lower, (), *inputs)
 
     def warm_up(self, rows: Slots, *, with_host: bool) -> None:
         """Compile all programs. Nothing may be stored, and no row may have pages."""
@@ -309,28 +315,34 @@ class DeviceCopies(RowSizes):
                 self.lower(rows, slots, NO_PAGE, self.lift(rows, slots, NO_PAGE))
             self.lower_snapshot(0, self.lift_snapshot(0))
 
-    def _run(
-        self, function: Callable[..., Any], shape: tuple[Any, ...], *args: Any, donate: bool = True
-    ) -> Any:
-        """Run a program, compiled if it is new. Its result takes the memory of its first argument.
 
-        Args:
-          shape: distinguishes it from other programs of the function.
-          donate: whether the result takes the memory of the first argument.
-        """
-        runtime = self.runtime
-        if (key := ("prefix", function.__name__, *shape)) not in runtime.used:
-            begin = time.perf_counter()
-            runtime.used[key] = runtime.programs.get(
-                function, runtime.place(args), donate=0 if donate else None, mesh=runtime.mesh
-            )
-            runtime.timings.compile_s += time.perf_counter() - begin
-        return runtime.used[key](*runtime.as_inputs(args))
+def run_copy(
+    runtime: Runtime,
+    function: Callable[..., Any],
+    shape: tuple[Any, ...],
+    *args: Any,
+    donate: bool = True,
+) -> Any:
+    """Run a program, compiled if it is new. Its result takes the memory of its first argument.
+
+    Args:
+      shape: distinguishes it from other programs of the function.
+      donate: whether the result takes the memory of the first argument.
+    """
+    if (key := ("copy", function.__name__, *shape)) not in runtime.used:
+        begin = time.perf_counter()
+        runtime.used[key] = runtime.programs.get(
+            function, runtime.place(args), donate=0 if donate else None, mesh=runtime.mesh
+        )
+        runtime.timings.compile_s += time.perf_counter() - begin
+    return runtime.used[key](*runtime.as_inputs(args))
 
 
-def _to_host(arrays: list[Array]) -> list[Array]:
+def to_host(arrays: list[Array]) -> list[Array]:
+    """Return copies in host memory. The caller does not wait for them."""
     return jax.device_put(arrays, [x.sharding.with_memory_kind(_PINNED) for x in arrays])
 
 
-def _to_device(copies: list[Array]) -> list[Array]:
+def to_device(copies: list[Array]) -> list[Array]:
+    """Return such copies on the device."""
     return jax.device_put(copies, [x.sharding.with_memory_kind("device") for x in copies])

@@ -155,14 +155,15 @@ class PrefixPlanner:
             row = slots.rows[slot]
             assert row is not None
             images = slots.images_of(request)
-            positions = num_positions(slots.runtime.spec, request)
+            positions = slots.first_positions(request)
+            limit = num_positions(slots.runtime.spec, request)
             if images and self.invariant:
-                self.store.enter(slot, positions, None)
+                self.store.enter(slot, positions, None, limit)
                 self.planner.add({slot: request.prompt_ids}, images=images)
                 continue
             prompt = self._prompts.pop(request.id, None) or self._prompt_of(request)
             hit, shared = self.store.look_up(prompt)
-            row.cached_tokens = self.store.enter(slot, positions, hit)
+            row.cached_tokens = self.store.enter(slot, positions, hit, limit)
             progress = PrefillProgress(
                 prompt,
                 row,

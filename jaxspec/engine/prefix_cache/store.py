@@ -220,7 +220,7 @@ class Store:
         self.counts.query_tokens += len(prompt)
         return hit, min(shared, (len(prompt) - 1) // self.page) * self.page
 
-    def enter(self, row: int, positions: int, hit: Hit | None) -> int:
+    def enter(self, row: int, positions: int, hit: Hit | None, end: int | None = None) -> int:
         """Give a row its pages, and return how many tokens of its prompt they hold.
 
         The row shares the pages of an entry to which it writes nothing, and gets a copy of others.
@@ -229,17 +229,18 @@ class Store:
         Args:
           positions: for which the row needs pages.
           hit: the entry for it; None if there is none.
+          end: positions that it may need in the end; None: no more.
         """
-        if hit is not None and self._enter(row, positions, hit):
+        if hit is not None and self._enter(row, positions, hit, positions if end is None else end):
             self.counts.hits += 1
             self.counts.hit_tokens += hit.length
             return hit.length
-        has_room = self._make_room(self.pages.pages(positions))
+        has_room = self.make_room(self.pages.pages(positions))
         assert has_room, "a row was admitted that has no room"
-        self.pages.take(row, positions)
+        self.pages.take(row, positions, end=end)
         return 0
 
-    def _enter(self, row: int, positions: int, hit: Hit) -> bool:
+    def _enter(self, row: int, positions: int, hit: Hit, end: int) -> bool:
         """Give a row its pages, those of an entry among them; return whether there is room for that."""
         entry, pages = hit.entry, self.pages
         entry.is_spare = False
@@ -249,19 +250,19 @@ class Store:
             self.counts.host_hits += 1
         self._device.move_to_end(entry)
         counts = {slots: len(of) for slots, of in entry.pages.items()}
-        sharing = sharing_of_entering(counts, hit.length, positions)
+        sharing = sharing_of_entering(counts, hit.length, end)
         needed = {
             slots: count - len(sharing.shared[slots])
             for slots, count in pages.pages(positions).items()
         }
-        if not self._make_room(needed, keep=entry):
+        if not self.make_room(needed, keep=entry):
             return False
         numbers = {slots: [_number_of(page) for page in of] for slots, of in entry.pages.items()}
         shared = {
             slots: {place: numbers[slots][place] for place in places}
             for slots, places in sharing.shared.items()
         }
-        pages.take(row, positions, shared)
+        pages.take(row, positions, shared, end=end)
         own = pages.of_row(row)
         pairs = {
             slots: [(numbers[slots][place], own[slots][place]) for place in places]
@@ -331,7 +332,7 @@ class Store:
         """
         rings, own = self.copies.rings, self.pages.of_row(row)
         counts = {slots: len(numbers) for slots, numbers in own.items()}
-        sharing = sharing_of_keeping(counts, length, self.pages.positions[row])
+        sharing = sharing_of_keeping(counts, length, self.pages.ends[row])
         pages: dict[int, list[Page]] = {}
         copied: dict[int, list[tuple[int, Page]]] = {}
         for slots, numbers in own.items():
@@ -384,7 +385,7 @@ class Store:
         for page in entry.all_pages:
             self._use(page)  # so that none of them is evicted
             needed[page.slots] += page.number is None
-        if not self._make_room(needed, snapshots=1, spare_alone=entry.is_spare):
+        if not self.make_room(needed, snapshots=1, spare_alone=entry.is_spare):
             self._release(entry.all_pages)
             return False
         for page in entry.all_pages:
@@ -395,7 +396,7 @@ class Store:
         self._device[entry] = None
         return True
 
-    def _make_room(
+    def make_room(
         self,
         needed: Mapping[int, int],
         *,

@@ -1,0 +1,110 @@
+"""Rows that give up their pages, and go on later where they were.
+
+Read `RowSwap.save` and `load`. A row's pages go to host memory, and its small arrays stay on the
+device. They come back as they were, so the row's tokens are those of a row that was never away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxspec.engine.prefix_cache.copies import (
+    lift,
+    lift_page,
+    lower,
+    lower_page,
+    run_copy,
+    split,
+    to_device,
+    to_host,
+)
+from jaxspec.engine.slots import Row, Slots
+from jaxspec.runtime.runtime import Runtime
+from jaxspec.shapes import Array, Int
+from jaxspec.state import DecodeState
+
+
+@dataclass(frozen=True)
+class SavedRow:
+    """A row without a slot.
+
+    Attributes:
+      row: the request, and what it got so far.
+      pages: copies in host memory, by the slots of a row and in the order of the row's table.
+      small: all else of the row. None: its prompt was not prefilled to the end, and is again.
+    """
+
+    row: Row
+    pages: dict[int, list[list[Array]]]
+    small: list[Array] | None
+
+
+def lift_row(state: DecodeState, row: Int[Array, ""]) -> list[Array]:
+    """Return what a row has beside its caches."""
+    return lift([*jax.tree.leaves(state.small), *split(state)[0]], row)
+
+
+def lower_row(state: DecodeState, copies: list[Array], row: Int[Array, ""]) -> DecodeState:
+    """Give a row what `lift_row` returned of another."""
+    leaves, tree = jax.tree.flatten(state.small)
+    of_drafter, join = split(state)
+    new = lower([*leaves, *of_drafter], copies, row)
+    state = join(new[len(leaves) :])
+    return state.with_small(jax.tree.unflatten(tree, new[: len(leaves)]))
+
+
+class RowSwap:
+    """Moves rows off the device and back. No call may be running."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+
+    def save(self, slots: Slots, slot: int) -> SavedRow:
+        """Take a row off the device. Its slot is free then, and its pages are as far as nobody else has them."""
+        row = slots.rows[slot]
+        assert row is not None
+        assert slots.pages is not None
+        pages: dict[int, list[list[Array]]] = {}
+        small = None
+        if row.is_prefilled:
+            for size, numbers in slots.pages.of_row(slot).items():
+                pages[size] = [self._lift(slots, size, number) for number in numbers]
+            small = self._run(lift_row, slots, slots.state, np.int32(slot), donate=False)
+        is_away = np.arange(slots.count) == slot
+        slots.state = self.runtime.retire(slots.state, is_away)
+        slots.rows[slot] = None
+        slots.pages.release(slot)
+        return SavedRow(row, pages, small)
+
+    def load(self, slots: Slots, slot: int, saved: SavedRow) -> None:
+        """Put a row back into a slot that has pages for it."""
+        assert slots.pages is not None
+        assert saved.small is not None
+        for size, copies in saved.pages.items():
+            for number, copy in zip(slots.pages.of_row(slot)[size], copies, strict=False):
+                self._lower(slots, size, number, copy)
+        slots.state = self._run(lower_row, slots, slots.state, saved.small, np.int32(slot))
+        slots.rows[slot] = saved.row
+
+    def warm_up(self, slots: Slots) -> None:
+        """Compile all programs. All rows must be free."""
+        assert slots.pages is not None
+        for size in slots.pages.counts:
+            self._lower(slots, size, 0, self._lift(slots, size, 0))
+        small = self._run(lift_row, slots, slots.state, np.int32(0), donate=False)
+        slots.state = self._run(lower_row, slots, slots.state, small, np.int32(0))
+
+    def _lift(self, slots: Slots, size: int, number: int) -> list[Array]:
+        page = {size: np.int32(number)}
+        return to_host(self._run(lift_page, slots, slots.state, page, donate=False, key=size))
+
+    def _lower(self, slots: Slots, size: int, number: int, copy: list[Array]) -> None:
+        inputs = slots.state, to_device(copy), {size: np.int32(number)}
+        slots.state = self._run(lower_page, slots, *inputs, key=size)
+
+    def _run(self, function, slots: Slots, *args, donate: bool = True, key: int = 0):
+        shape = (key, *slots.state.stop_ids.shape)
+        return run_copy(self.runtime, function, shape, *args, donate=donate)
