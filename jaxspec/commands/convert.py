@@ -49,6 +49,7 @@ class ConvertOptions:
         "target's to the bit is left out.",
         metavar="DIR",
     )
+    text_only: bool = option(False, "Leave the vision part of a target out.")
     revision: str | None = option(
         None, "Branch, tag or commit of a hub id. Default: its main branch."
     )
@@ -59,7 +60,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         """Refuse impossible options, with UsageError."""
-        others = self.quantize or self.quantize_head or self.share_with
+        others = self.quantize or self.quantize_head or self.share_with or self.text_only
         if self.to_hf and (self.dtype or others or self.revision or self.token or self.offline):
             raise UsageError("--to-hf takes no other option: it restores the files as they came")
 
@@ -145,6 +146,7 @@ def convert_command(
                 quantize=options.quantize,
                 quantize_head=options.quantize_head,
                 target=options.share_with,
+                text_only=options.text_only,
                 revision=options.revision,
                 token=options.token,
                 offline=options.offline,

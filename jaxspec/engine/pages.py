@@ -122,7 +122,7 @@ class PagePool:
                 page = self.allocate(slots)
                 self._of_rows[slots][page] += 1
                 self.tables[slots][row, place] = page
-        self.positions[row] = max(self.positions[row], positions)
+        self.positions[row] = max(self.positions[row], pages_for(positions) * cache.PAGE)
 
     def release(self, row: int) -> None:
         """Take the pages of a row from it, if it has any."""

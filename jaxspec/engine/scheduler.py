@@ -250,6 +250,8 @@ class Scheduler:
             length = len(row.request.prompt_ids) + len(row.tokens)
             positions = length + max_steps * (spec.depth + 1) + spec.step_tokens
             positions = min(positions, pages.ends[slot])
+            if positions <= pages.positions[slot]:
+                continue
             while slots.rows[slot] is row and not self._make_room(pages.missing(slot, positions)):
                 taken = [other for other, row in enumerate(slots.rows) if row is not None]
                 self._preempt(max(taken, key=self._number_of))

@@ -94,6 +94,7 @@ def convert(
     quantize: str | None = None,
     quantize_head: str | None = None,
     target: str | Path | None = None,
+    text_only: bool = False,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -111,6 +112,7 @@ def convert(
       target: a directory or hub id of the target, in Hugging Face's layout, of a source that is a
         drafter. A drafter's embedding that equals the target's to the bit is left out, and the
         drafter uses the target's.
+      text_only: whether to leave the vision part out.
 
     Raises:
       CheckpointError: the source is damaged or incomplete, its weights are not finite, or the
@@ -137,7 +139,8 @@ def convert(
             opened, shared = _with_shared_embedding(opened, open_hf_source(of_target))
         if not opened.plan.fills:
             raise CheckpointError(f"{directory} has no weights to convert; use it as it is")
-        vision = open_hf_vision(directory) if opened.family.role == "target" else None
+        has_images = opened.family.role == "target" and not text_only
+        vision = open_hf_vision(directory) if has_images else None
         parts = [opened] if vision is None else [opened, vision]
         total = sum(part.nbytes(fill) for part in parts for fill in part.plan.fills)
         done = 0

@@ -408,6 +408,18 @@ def test_vision_parts_load_the_same_from_both_layouts(
     assert load_target(str(released / size), dtype="bfloat16").vision is None
 
 
+def test_a_vision_part_can_be_left_out(released: Path, tmp_path: Path) -> None:
+    """The way back then has the tensors of the text part."""
+    report = convert(released / "e2b", tmp_path / "text", text_only=True)
+    assert report.skipped["vision tower"] > 0
+    loaded = load_target(str(tmp_path / "text"), dtype="bfloat16", vision=True)
+    assert loaded.vision is None
+    _assert_same(loaded.params, load_target(str(released / "e2b"), dtype="bfloat16").params)
+    to_hf(tmp_path / "text", tmp_path / "back")
+    again = load_target(str(tmp_path / "back"), dtype="bfloat16")
+    _assert_same(again.params, loaded.params)
+
+
 def test_a_tower_lands_where_the_forward_pass_reads_it(released: Path):
     tensors = {
         n.removeprefix("model.vision_tower.encoder.layers.1."): a.astype(F32)
