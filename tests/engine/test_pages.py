@@ -119,19 +119,21 @@ def test_short_requests_share_memory_that_one_long_row_would_take() -> None:
 
 
 def with_preemption(pair: tuple[str, str | None], **options: Any) -> tuple[Engine, Engine]:
-    """Return an engine with whole rows, and one whose pages hold the beginnings of four rows and the ends of two."""
+    """Return an engine with pages for all rows, and one whose pages hold the beginnings of four and the ends of two."""
     options = dict(batch_size=4, penalties=True) | options
-    return engine(pair, **options), engine(pair, cache_tokens=SHORT_OF_MEMORY, **options)
+    plenty = dict(options, cache_tokens=10 * CACHE)
+    return engine(pair, **plenty), engine(pair, cache_tokens=SHORT_OF_MEMORY, **options)
 
 
 def check_preemption(pair: tuple[str, str | None], **options: Any) -> None:
-    whole, paged = with_preemption(pair, **options)
+    roomy, paged = with_preemption(pair, **options)
     count = paged.batch_size + 2
     requests = [
         request(range(20 + i, 36 + i), 70, seed=i, temperature=i % 2, logprobs=True)
         for i in range(count)
     ]
-    expected = run(whole, requests)
+    expected = run(roomy, requests)
+    assert roomy.num_preemptions == 0
     scheduler = paged._scheduler
     done: dict[Any, Completion] = {}
     for i, asked in enumerate(requests):
