@@ -102,12 +102,10 @@ class PagePool:
         assert not self.positions[row], "the row has pages"
         self.positions[row], self.ends[row] = positions, positions if end is None else end
         for slots, count in self.pages(positions).items():
-            table, of_others = self.tables[slots], dict((shared or {}).get(slots, {}))
+            of_others = (shared or {}).get(slots, {})
             for place in range(count):
                 page = of_others[place] if place in of_others else self._free[slots].pop()
-                table[row, place] = page
-                self._holders[slots][page] += 1
-                self._of_rows[slots][page] += 1
+                self._put(slots, row, place, page)
 
     def missing(self, row: int, positions: int) -> dict[int, int]:
         """Return how many pages more a row needs for so many positions, by the slots of a row."""
@@ -119,10 +117,14 @@ class PagePool:
         has = self.pages(self.positions[row])
         for slots, count in self.missing(row, positions).items():
             for place in range(has[slots], has[slots] + count):
-                page = self.allocate(slots)
-                self._of_rows[slots][page] += 1
-                self.tables[slots][row, place] = page
+                self._put(slots, row, place, self._free[slots].pop())
         self.positions[row] = max(self.positions[row], pages_for(positions) * cache.PAGE)
+
+    def _put(self, slots: int, row: int, place: int, page: int) -> None:
+        """Give a row a page."""
+        self.tables[slots][row, place] = page
+        self._of_rows[slots][page] += 1
+        self.hold(slots, page)
 
     def release(self, row: int) -> None:
         """Take the pages of a row from it, if it has any."""

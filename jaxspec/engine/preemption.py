@@ -6,20 +6,21 @@ device. They come back as they were, so the row's tokens are those of a row that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxspec.cache import NO_PAGE
 from jaxspec.engine.prefix_cache.copies import (
     lift,
-    lift_page,
     lower,
-    lower_page,
+    page_from_host,
+    page_to_host,
     run_copy,
     split,
-    to_device,
-    to_host,
 )
 from jaxspec.engine.slots import Row, Slots
 from jaxspec.runtime.runtime import Runtime
@@ -71,8 +72,8 @@ class RowSwap:
         small = None
         if row.is_prefilled:
             for size, numbers in slots.pages.of_row(slot).items():
-                pages[size] = [self._lift(slots, size, number) for number in numbers]
-            small = self._run(lift_row, slots, slots.state, np.int32(slot), donate=False)
+                pages[size] = [page_to_host(slots, size, number) for number in numbers]
+            small = self._run(lift_row, slots, np.int32(slot), donate=False)
         is_away = np.arange(slots.count) == slot
         slots.state = self.runtime.retire(slots.state, is_away)
         slots.rows[slot] = None
@@ -85,26 +86,18 @@ class RowSwap:
         assert saved.small is not None
         for size, copies in saved.pages.items():
             for number, copy in zip(slots.pages.of_row(slot)[size], copies, strict=False):
-                self._lower(slots, size, number, copy)
-        slots.state = self._run(lower_row, slots, slots.state, saved.small, np.int32(slot))
+                page_from_host(slots, size, number, copy)
+        slots.state = self._run(lower_row, slots, saved.small, np.int32(slot), donate=True)
         slots.rows[slot] = saved.row
 
     def warm_up(self, slots: Slots) -> None:
         """Compile all programs. All rows must be free."""
         assert slots.pages is not None
         for size in slots.pages.counts:
-            self._lower(slots, size, 0, self._lift(slots, size, 0))
-        small = self._run(lift_row, slots, slots.state, np.int32(0), donate=False)
-        slots.state = self._run(lower_row, slots, slots.state, small, np.int32(0))
+            page_from_host(slots, size, NO_PAGE, page_to_host(slots, size, NO_PAGE))
+        small = self._run(lift_row, slots, np.int32(0), donate=False)
+        slots.state = self._run(lower_row, slots, small, np.int32(0), donate=True)
 
-    def _lift(self, slots: Slots, size: int, number: int) -> list[Array]:
-        page = {size: np.int32(number)}
-        return to_host(self._run(lift_page, slots, slots.state, page, donate=False, key=size))
-
-    def _lower(self, slots: Slots, size: int, number: int, copy: list[Array]) -> None:
-        inputs = slots.state, to_device(copy), {size: np.int32(number)}
-        slots.state = self._run(lower_page, slots, *inputs, key=size)
-
-    def _run(self, function, slots: Slots, *args, donate: bool = True, key: int = 0):
-        shape = (key, *slots.state.stop_ids.shape)
-        return run_copy(self.runtime, function, shape, *args, donate=donate)
+    def _run(self, function: Callable[..., Any], slots: Slots, *args: Any, donate: bool) -> Any:
+        shape = slots.state.stop_ids.shape
+        return run_copy(self.runtime, function, shape, slots.state, *args, donate=donate)

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jaxspec.shapes import Params
+from jaxspec.training.new import hf_config
 from jaxspec.weights.conversion import write_weights
 from scripts.train_bundled import recipe
 
@@ -139,12 +140,9 @@ def assistant_config() -> dict[str, Any]:
 
 def drafter_config() -> dict[str, Any]:
     c = recipe.DFLASH
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
+    values, _ = hf_config(c)
+    return values | {
         "attention_dropout": 0.0,
-        "block_size": c.block_size,
         "bos_token_id": recipe.BOS,
         "dflash_config": {
             "mask_token_id": c.mask_token_id,
@@ -152,24 +150,7 @@ def drafter_config() -> dict[str, Any]:
         },
         "dtype": "bfloat16",
         "eos_token_id": recipe.EOS,
-        "final_logit_softcapping": c.final_logit_softcap,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "layer_types": [f"{kind}_attention" for kind in c.layer_types],
-        "max_position_embeddings": c.max_positions,
-        "num_attention_heads": c.num_heads,
-        "num_hidden_layers": c.num_layers,
-        "num_key_value_heads": c.num_kv_heads,
-        "num_target_layers": c.num_target_layers,
-        "rms_norm_eps": c.rms_norm_eps,
         "rope_scaling": None,
-        "rope_theta": c.rope_theta,
-        "sliding_window": c.sliding_window,
-        "tie_word_embeddings": False,
-        "use_sliding_window": True,
-        "vocab_size": c.vocab_size,
     }
 
 

@@ -280,15 +280,11 @@ class DeviceCopies(RowSizes):
 
     def lift(self, rows: Slots, slots: int, page: int) -> list[Array]:
         """Return a copy of a page in host memory. The caller does not wait for it."""
-        inputs = rows.state, {slots: np.int32(page)}
-        shape = (slots, *rows.state.stop_ids.shape)
-        return to_host(run_copy(self.runtime, lift_page, shape, *inputs, donate=False))
+        return page_to_host(rows, slots, page)
 
     def lower(self, rows: Slots, slots: int, page: int, copy: list[Array]) -> None:
         """Put such a copy into a page."""
-        inputs = rows.state, to_device(copy), {slots: np.int32(page)}
-        shape = (slots, *rows.state.stop_ids.shape)
-        rows.state = run_copy(self.runtime, lower_page, shape, *inputs)
+        page_from_host(rows, slots, page, copy)
 
     def lift_snapshot(self, index: int) -> list[Array]:
         """Return a copy of a snapshot in host memory. The caller does not wait for it."""
@@ -311,8 +307,6 @@ class DeviceCopies(RowSizes):
         self.keep(rows, 0, 0)
         self.restore(rows, 0, 0, np.zeros(0, np.int32))
         if with_host:
-            for slots in self.page_bytes:
-                self.lower(rows, slots, NO_PAGE, self.lift(rows, slots, NO_PAGE))
             self.lower_snapshot(0, self.lift_snapshot(0))
 
 
@@ -336,6 +330,24 @@ def run_copy(
         )
         runtime.timings.compile_s += time.perf_counter() - begin
     return runtime.used[key](*runtime.as_inputs(args))
+
+
+def page_to_host(rows: Slots, slots: int, page: int) -> list[Array]:
+    """Return a copy of a page in host memory. The caller does not wait for it.
+
+    Args:
+      slots: of a row in the caches that the page belongs to.
+    """
+    inputs = rows.state, {slots: np.int32(page)}
+    shape = (slots, *rows.state.stop_ids.shape)
+    return to_host(run_copy(rows.runtime, lift_page, shape, *inputs, donate=False))
+
+
+def page_from_host(rows: Slots, slots: int, page: int, copy: list[Array]) -> None:
+    """Put such a copy into a page."""
+    inputs = rows.state, to_device(copy), {slots: np.int32(page)}
+    shape = (slots, *rows.state.stop_ids.shape)
+    rows.state = run_copy(rows.runtime, lower_page, shape, *inputs)
 
 
 def to_host(arrays: list[Array]) -> list[Array]:
