@@ -6,6 +6,7 @@ behind it: `project_qkv` and `attend`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,14 +22,23 @@ from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.kv import KVStorage
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import CACHE_AXES, constrain, whole_rows
+from jaxspec.weights.sharding import (
+    CACHE_AXES,
+    ROWS,
+    WHOLE,
+    Axes,
+    constrain,
+    on_each_device,
+    row_parts,
+    whole_rows,
+)
 from pallas_kernels.attention import attention
 from pallas_kernels.qkv import QKV, Destination, qkv
 from pallas_kernels.rounding import Rounded, Sums
 
 # How axes are named in `sharding.RULES`. X: a key, a value, queries beside them or not.
-QUERY_AXES = ("batch", None, "kv_heads", "query_groups", None)  # B T K G H
-KV_AXES = ("batch", None, "kv_heads", None, None)  # B T K X H
+QUERY_AXES: Any = Axes("batch", None, "kv_heads", "query_groups", None)  # B T K G H
+KV_AXES: Any = Axes("batch", None, "kv_heads", None, None)  # B T K X H
 Q_WEIGHT_AXES = ("inputs", "kv_heads", "query_groups", None)  # D K G H
 KV_WEIGHT_AXES = ("inputs", "kv_heads", None, None)  # D K X H
 OUT_WEIGHT_AXES = ("kv_heads", "query_groups", "inputs", None)  # K G H D
@@ -205,9 +215,23 @@ def project_qkv(
     axes = QUERY_AXES if k_norm is None else KV_AXES
     projected = constrain(sums_of(whole_rows(x), weight), *axes)
     angles = rope_cos_sin(positions, frequencies)
-    kwargs: dict[str, Any] = dict(groups=groups, eps=eps, norm_values=norm_values)
+    kwargs: dict[str, Any] = dict(eps=eps, norm_values=norm_values)
     kwargs |= dict(kv_dtype=kv_dtype, value_factor=value_factor)
-    q, k, v = qkv(projected, q_norm, k_norm, *angles, into, **kwargs)
+
+    def run(projected: Array | Sums, *args: Any) -> QKV:
+        # Queries of a head may be on several devices where no key stands beside them.
+        of_head = groups if k_norm is not None else projected.shape[3]
+        return qkv(projected, *args, groups=of_head, **kwargs)
+
+    args = projected, q_norm, k_norm, *angles, into
+    if into is not None and _pages_are_apart(into.pages):
+        q, k, v = run(*args)
+    else:
+        of_outputs: Any = Axes(*axes[2:])
+        of_projected = Sums(axes, ROWS, of_outputs) if isinstance(projected, Sums) else axes
+        of_caches = None if into is None else Destination(CACHE_AXES, CACHE_AXES, ROWS, ROWS)
+        of_args = of_projected, WHOLE, WHOLE, ROWS, ROWS, of_caches
+        q, k, v = on_each_device(run, args, of_args, QKV(axes, CACHE_AXES, CACHE_AXES))
     if q is not None:
         q = constrain(q, *axes)
     if k is not None and v is not None:
@@ -239,13 +263,15 @@ def attend(
     """
     q = constrain(q, *QUERY_AXES)
     value_scale = 1.0 if stored is None else stored.v_scale
-    out = attention(
-        q,
-        q_positions,
-        segments,
-        scale=scale,
-        window=window,
-        causal=causal,
-        value_scale=value_scale,
-    )
-    return constrain(out, *QUERY_AXES)
+    options: dict[str, Any] = dict(scale=scale, window=window, causal=causal)
+    run = functools.partial(attention, **options, value_scale=value_scale)
+    args = q, q_positions, segments
+    if any(_pages_are_apart(s.pages) for s in segments):
+        return constrain(run(*args), *QUERY_AXES)
+    keys = KVSegment(CACHE_AXES, CACHE_AXES, ROWS, ROWS, ROWS)
+    return on_each_device(run, args, (QUERY_AXES, ROWS, (keys,) * len(segments)), QUERY_AXES)
+
+
+def _pages_are_apart(pages: Array | None) -> bool:
+    """Return whether the pages of a row may be on another device than the row."""
+    return pages is not None and row_parts() > 1

@@ -20,10 +20,12 @@ A model whose parts have one norm each, before them, needs none of this. There
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flax import struct
 
 from jaxspec.shapes import Array, Float
+from jaxspec.weights.sharding import ROWS, WHOLE, on_each_device
 from pallas_kernels.norms import Branch, NextNorm, add_norm, next_norm
 from pallas_kernels.rounding import Rounded, Sums
 
@@ -80,8 +82,21 @@ class Sum:
 
     def norm(self, *scales: NextNorm) -> Residual:
         """Add, and norm the sum with the weights of its readers; there need not be any."""
-        eps = self.stream.eps
-        value, norms = add_norm(
-            self.stream.value, self.branch, self.scale, scales, eps=eps, factor=self.factor
-        )
+        eps, branch = self.stream.eps, self.branch
+        args = self.stream.value, branch, self.scale, scales, self.factor
+
+        def run(x: Array, branch: Any, scale: Array, scales: Any, factor: Array | None) -> Any:
+            return add_norm(x, branch, scale, scales, eps=eps, factor=factor)
+
+        axes = ROWS, _axes_of(branch), WHOLE, WHOLE, WHOLE
+        value, norms = on_each_device(run, args, axes, ROWS)
         return Residual(value, eps, norms)
+
+
+def _axes_of(branch: Any) -> Any:
+    """Return the names of the axes of what is added to the stream: all but weights are of rows."""
+    if isinstance(branch, Sums):
+        return Sums(ROWS, ROWS, WHOLE)
+    if isinstance(branch, tuple):
+        return tuple(Branch(_axes_of(x), WHOLE) for x, _ in branch)
+    return ROWS

@@ -5,7 +5,7 @@ device is a mesh of 1 x 1. The axes of weights are named where the weights are d
 (`model_def.param`). The axes of caches and states are named here. `RULES` says which of the named axes
 is split. Programs are compiled under `jax.set_mesh(mesh)` for arrays that are placed by these
 rules. XLA adds the communication: two sums per layer, and a few for the embedding and the choice of
-tokens.
+tokens. Kernels run on one device, so operations that have some go through `on_each_device`.
 
 Read `RULES`, then `partition`. This module knows nothing of models.
 """
@@ -51,7 +51,12 @@ reading as any other split, but costs a sum over devices. Norms and small matric
 axes, so they are whole on every device. Reading a small matrix takes less time than such a sum.
 """
 
-CACHE_AXES = ("batch", "kv_heads", None, None)
+Axes = PartitionSpec
+"""The names in `RULES` of an array's axes. JAX does not look into one, as it does into a tuple."""
+# Any, because they stand in the places of arrays, see `on_each_device`.
+WHOLE: Any = Axes()
+ROWS: Any = Axes("batch")
+CACHE_AXES: Any = Axes("batch", "kv_heads", None, None)
 T = TypeVar("T")
 Activation = TypeVar("Activation", bound=Array | Rounded | Sums)
 
@@ -99,7 +104,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def partition(
-    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+    axes: Axes | tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
     """Apply `RULES` to an array.
 
@@ -108,16 +113,76 @@ def partition(
     Args:
       axes: the names of the array's axes. An axis that is None or missing is not split.
     """
-    split: dict[int, tuple[str, ...]] = {}
+    axes = Axes(*axes)
+    spec = _spec(axes, _split([(axes, shape)], mesh))
+    return PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
+
+
+def _split(
+    arrays: Sequence[tuple[Axes, tuple[int, ...]]], mesh: Mesh | AbstractMesh
+) -> dict[str, tuple[str, ...]]:
+    """Apply `RULES` to arrays that meet in one operation, given the names and sizes of their axes.
+
+    An axis of one name is split in all of them, or in none.
+
+    Returns:
+      The mesh axes that split each name, for the names that are split.
+    """
+    split: dict[str, tuple[str, ...]] = {}
     for name, mesh_axis in RULES:
         parts = tuple(a for a in mesh.axis_names if (a == "model") == (mesh_axis == "model"))
-        if name not in axes or not parts or parts in split.values():
+        sizes = [shape[axes.index(name)] for axes, shape in arrays if name in axes]
+        if not sizes or not parts or parts in split.values():
             continue
-        axis = axes.index(name)
-        if shape[axis] % math.prod(mesh.shape[part] for part in parts) == 0:
-            split[axis] = parts
-    entries = (split.get(i, ()) for i in range(len(shape)))
+        devices = math.prod(mesh.shape[part] for part in parts)
+        if all(size % devices == 0 for size in sizes):
+            split[name] = parts
+    return split
+
+
+def _spec(axes: Axes, split: dict[str, tuple[str, ...]]) -> PartitionSpec:
+    entries = (() if name is None else split.get(name, ()) for name in axes)
     return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+
+
+def on_each_device(
+    run: Callable[..., T],
+    args: tuple[Any, ...],
+    axes: Any,
+    result: Any,
+    *,
+    contracting: Axes = WHOLE,
+) -> T:
+    """Call an operation on every device of the mesh, with that device's parts of the arguments.
+
+    Kernels run on one device. So an operation that has kernels is called through this function. It
+    then chooses a kernel by the shapes of the parts. Where no mesh is left to XLA, `run` gets the
+    arguments as they are.
+
+    Args:
+      run: the operation. Each part of its result follows from the same parts of the arguments.
+      axes: the names of the axes of all arrays in `args`: a tree of `Axes`. One `Axes` may stand
+        for a whole branch of `args`. Arrays that share a name are split alike (`RULES`).
+      result: the names of the axes of the result, likewise.
+      contracting: names that the operation sums over. Where one is split, the results of the devices are
+        added up.
+    """
+    mesh = mesh_left_to_xla()
+    if mesh is None or mesh.size == 1:
+        return run(*args)
+    leaves, structure = jax.tree.flatten(args)
+    names = jax.tree.leaves(jax.tree.broadcast(axes, args))
+    split = _split([(n, x.shape) for n, x in zip(names, leaves, strict=True)], mesh)
+    added_up = tuple(part for name in contracting for part in split.get(str(name), ()))
+
+    def local(*args: Any) -> T:
+        out = run(*args)
+        return lax.psum(out, added_up) if added_up else out
+
+    of_result = jax.tree.map(lambda names: _spec(names, split), result)
+    of_args = jax.tree.unflatten(structure, [_spec(n, split) for n in names])
+    mapped = jax.shard_map(local, in_specs=of_args, out_specs=of_result, check_vma=False)
+    return mapped(*args)
 
 
 def mesh_left_to_xla() -> AbstractMesh | None:

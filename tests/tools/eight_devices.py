@@ -4,6 +4,7 @@
 and sets the number of devices.
 
     split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
+    kernels:NAME:DRAFTER:DATA:MODEL decode by interpreted kernels on a mesh of fewer devices
     images:DATA:MODEL               decode prompts with images on a mesh, and on one device
     load                            place weights: random, of an Orbax directory, of Hugging Face's
     check                           `check` with and without --mesh
@@ -20,6 +21,7 @@ and sets the number of devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -39,6 +41,7 @@ import jaxspec
 from jaxspec import cache
 from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
+from jaxspec.models import attention, residual
 from jaxspec.models.layers import project
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
 from jaxspec.quantised.array import named_arrays
@@ -51,6 +54,7 @@ from jaxspec.weights.draft_head import with_draft_head
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
 from jaxspec.weights.sharding import make_mesh, place, state_shardings
 from jaxspec.weights.trees import place_params
+from pallas_kernels.dispatch import devices_of_mesh
 from tests import tiny_images, tiny_pair, tiny_photo
 from tests.cases import PROMPT_LENGTHS, Case, case, engine_of, target
 from tests.cases import run as run_all
@@ -135,6 +139,35 @@ def split(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
         ],
         "collectives": collectives(programs["decode"]),
     }
+
+
+def kernels(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
+    """Decode on a mesh with kernels where there are some, and on one device with references."""
+    c = a_case(name, drafter)
+    expected = decoded(alone(name, drafter), requests(c))
+    calls: dict[str, int] = {}
+
+    def interpreted(operation: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if devices_of_mesh():  # prompts where rows are split
+                return operation(*args, **options)
+            calls[operation.__name__] = calls.get(operation.__name__, 0) + 1
+            return operation(*args, **options, implementation="triton", interpret=True)
+
+        return call
+
+    devices = jax.devices()[: int(data) * int(model)]
+    mesh = make_mesh(data=int(data), model=int(model), devices=devices)
+    with contextlib.ExitStack() as patches:
+        for module, operation in (
+            (attention, attention.attention),
+            (attention, attention.qkv),
+            (residual, residual.add_norm),
+        ):
+            to = interpreted(operation)
+            patches.enter_context(mock.patch.object(module, operation.__name__, to))
+        result = decoded(engine_on(mesh, c, drafter), requests(c))
+    return {"equal": result == expected, "interpreted": sorted(calls)}
 
 
 def images(data: str, model: str) -> dict[str, Any]:
@@ -548,6 +581,7 @@ def main() -> None:
         f.__name__: f
         for f in (
             split,
+            kernels,
             images,
             load,
             cli,

@@ -142,7 +142,16 @@ def results(cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 def result(case: str) -> dict[str, Any]:
     if case in REST:
         return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
-    more = ("images:2:4", "load", "cli", "errors", "sampler", "training_meshes", "control")
+    more = (
+        "kernels:31b:plain:2:2",
+        "images:2:4",
+        "load",
+        "cli",
+        "errors",
+        "sampler",
+        "training_meshes",
+        "control",
+    )
     return results((*DEFAULT, *more))[case]
 
 
@@ -169,6 +178,16 @@ def test_a_mesh_says_what_one_device_says(case):
     assert gathers <= (2 if "26b" in case else 4 if by_centroids else 0)
     if model == "1":  # whether any row is alive, or is sampled: nothing of the models themselves
         assert sums <= 3
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["kernels:31b:plain:2:2", *slow("kernels:31b:dflash:2:2", "kernels:e2b:mtp:1:2")],
+)
+def test_kernels_on_a_mesh_say_what_references_on_one_device_say(case):
+    """Each device runs them on its own heads and rows; a key/value head that is not split has half of its queries."""
+    found = results((case,))[case] if "plain" not in case else result(case)
+    assert found == {"equal": True, "interpreted": ["add_norm", "attention", "qkv"]}
 
 
 def test_images_on_a_mesh_are_those_on_one_device():
