@@ -112,7 +112,8 @@ class Engine:
         least `cache_length`. "auto": as many as memory holds. Needs a mesh whose data axis
         has one device. None: every slot has room for `cache_length` positions.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
-      steps_per_return: most decode steps between returns to the host.
+      steps_per_return: most decode steps between returns to the host. On a GPU fewer, where running
+        rows would wait for more than a quarter of a second.
       max_prefill_tokens: prompt tokens, padding included, that are prefilled before rows decode on;
         at least one pass. A decode call between two such passes has one step. None: those of a
         full pass on a GPU, 2,048 or 4,096; on a CPU those of all prompts that have slots.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import deque
 from collections.abc import Hashable
 from concurrent.futures import Executor
 
+import jax
 import numpy as np
 
 from jaxspec import row_subset
@@ -21,10 +23,17 @@ from jaxspec.engine.prefix_cache.planner import PrefixPlanner
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Completion, Request, Update, num_positions
 from jaxspec.engine.slots import Slots
-from jaxspec.runtime.prefill import PrefillPlanner, make_chunk
+from jaxspec.runtime.prefill import PrefillPlanner, make_chunk, on_cpu
 
 CALLS_AHEAD = 2
 """A row gets pages for its prompt and so many decode calls when it is admitted, and more as it needs them."""
+
+LONGEST_PAUSE_S = 0.25
+"""Seconds between two returns of a running row on a GPU. Decode calls have fewer steps where they would take longer."""
+HOST_S = 0.02
+"""Seconds of the host's work that such a pause may hold."""
+FIRST_STEPS = 4
+"""Steps of a decode call on a GPU before the time of a step is known."""
 
 
 class Scheduler:
@@ -73,6 +82,9 @@ class Scheduler:
         self._is_busy = False  # with a launched call
         self._prefill_tokens = 0  # since rows decoded, padding included
         self._has_deferred = False  # the next pass, for one decode call
+        # Processes would measure other times, and have to run the same calls.
+        self._is_timed = not on_cpu(runtime.mesh) and jax.process_count() == 1
+        self._step_s = self._pass_s = 0.0  # of the newest decode call and pass; 0: unknown
 
     def step(self, max_steps: int) -> list[Update | Completion]:
         """Wait for the running call, launch the next one, and return the events of the first.
@@ -334,6 +346,7 @@ class Scheduler:
     def _decode(self, max_steps: int) -> None:
         """Launch some decode steps. They end early when rows end whose slots are needed."""
         self._grow_rows(max_steps)
+        most_steps, max_steps = max_steps, self._within_pause(max_steps)
         runtime, slots, active, until_active = self.runtime, self.slots, len(self.running), 0
         waits_for_pages = bool(slots.pages and self.waiting and slots.free)
         if self._ready or waits_for_pages:
@@ -352,7 +365,7 @@ class Scheduler:
             self.draft_length.skip()
         guided = any(request.grammar is not None for request in requests)
         small_batches = not guided and self.draft_length.has_small_batches(length)
-        request = slots.output_request(max_steps)
+        request = slots.output_request(most_steps)
         subset = self._row_subset(small_batches=small_batches)
         call = runtime.bind_decode(
             slots.state,
@@ -366,6 +379,16 @@ class Scheduler:
             None if costs is None else np.asarray(costs, np.float32),
         )
         slots.launch(self.executor, request.sizes, call, length)
+
+    def _within_pause(self, max_steps: int) -> int:
+        """Return the steps of a decode call that running rows may wait for, with a pass before it."""
+        if not self._is_timed:
+            return max_steps
+        if not self._step_s:
+            return min(max_steps, FIRST_STEPS)
+        waits = self.waiting or self._planner.pending
+        left_s = LONGEST_PAUSE_S - HOST_S - (self._pass_s if waits else 0.0)
+        return min(max_steps, max(1, math.floor(left_s / self._step_s)))
 
     def _row_subset(self, *, small_batches: bool) -> np.ndarray | None:
         """Return the slots of the smallest program that computes all running rows; None: all slots."""
@@ -383,9 +406,13 @@ class Scheduler:
         self._is_busy = False
         if self._prefill_tokens:
             self.runtime.timings.prefill_s += taken_s
+            self._pass_s = taken_s
             if self._prefixes is not None:
                 self._prefixes.keep(slots)
         else:
             self.runtime.timings.decode_s += taken_s
-            self.draft_length.learn(slots.new_acceptance_lengths, taken_s)
+            lengths = slots.new_acceptance_lengths
+            if steps := max(map(len, lengths), default=0):
+                self._step_s = taken_s / steps
+            self.draft_length.learn(lengths, taken_s)
         return slots.collect()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec.engine import scheduler as scheduler_module
 from jaxspec.engine import slots
 from jaxspec.engine.engine import Completion, Engine, Request, Update
 from jaxspec.engine.request import num_positions
@@ -535,3 +536,37 @@ def test_a_pass_that_is_not_full_waits_one_call_for_prompts_that_wait() -> None:
         if kind == "pass" and not may_follow:
             assert before[0] == "steps"
     assert any(kind == "pass" and not may_follow for kind, may_follow in kinds)
+
+
+def test_decode_calls_have_no_more_steps_than_running_rows_may_wait_for(monkeypatch) -> None:
+    """With 134 rows of 26B-A4B, 16 steps kept all rows waiting for 0.7 seconds."""
+    asked = [request(prompt, NEW_TOKENS) for prompt in case(NAME).prompts[:4]]
+    plain = run(case(NAME).engine("mixed", batch_size=2), asked)
+    made = case(NAME).engine("mixed", batch_size=2)
+    scheduler = made._scheduler
+    scheduler._is_timed = True
+    decoded, wait, taken_s = made.runtime.bind_decode, slots.Slots.wait, [0.0]
+    calls: list[tuple[int, bool]] = []
+
+    def bind(state: Any, output: Any, max_steps: int, *args: Any) -> Any:
+        calls.append((max_steps, bool(scheduler.waiting)))
+        taken_s[0] = 0.06
+        return decoded(state, output, max_steps, *args)
+
+    def waited(self: slots.Slots) -> float:
+        wait(self)
+        steps = max(map(len, self.new_acceptance_lengths), default=0)
+        return taken_s[0] * steps if steps else 0.1
+
+    monkeypatch.setattr(made.runtime, "bind_decode", bind)
+    monkeypatch.setattr(slots.Slots, "wait", waited)
+    for i, r in enumerate(asked):
+        made.add(dataclasses.replace(r, id=i))
+    done = {}
+    while not made.is_idle:
+        done |= {e.id: e for e in made.step() if isinstance(e, Completion)}
+    assert [done[i].token_ids for i in range(4)] == [c.token_ids for c in plain]
+    assert calls[0] == (scheduler_module.FIRST_STEPS, True)
+    # 0.23 seconds are left beside the host's work, and 0.13 where a pass may come before.
+    assert {steps for steps, waits in calls[1:] if waits} == {2}
+    assert {steps for steps, waits in calls[1:] if not waits} == {3}
