@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -9,10 +11,13 @@ from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import whole_rows
+from jaxspec.weights.sharding import ROWS, WHOLE, Axes, on_each_device, whole_rows
 from pallas_kernels.experts import add_up, choose, experts, router_logits
 from pallas_kernels.int4_matmul import Codes, Coding
 from pallas_kernels.norms import router_norm
+
+_EXPERTS: Any = Axes("experts")
+_LOGITS_AXES: Any = Axes(None, "batch")
 
 
 class Experts(nnx.Module):
@@ -68,16 +73,21 @@ class Experts(nnx.Module):
         """
         gate_up, coding = _codes(self.gate_up[...])
         down, _ = _codes(self.down[...])
-        out = experts(
+        scale = self.expert_scale[...]
+
+        def run(x: Array, *args: Any) -> Array:
+            logits, scale, gate_up, down, real, numbers = args
+            first = None if numbers.size == scale.size else numbers[0]
+            of_router: dict[str, Any] = dict(top_k=self.top_k, coding=coding)
+            return experts(x, logits, scale, gate_up, down, real, first, **of_router)
+
+        rows, numbers = (
             whole_rows(x).reshape(-1, x.shape[-1]),
-            self.logits(to_router),
-            self.expert_scale[...],
-            gate_up,
-            down,
-            real,
-            top_k=self.top_k,
-            coding=coding,
+            jnp.arange(scale.size, dtype=jnp.int32),
         )
+        args = rows, self.logits(to_router), scale, gate_up, down, real, numbers
+        axes = ROWS, _LOGITS_AXES, WHOLE, _EXPERTS, _EXPERTS, ROWS, _EXPERTS
+        out = on_each_device(run, args, axes, ROWS, contracting=_EXPERTS)
         return whole_rows(out.reshape(x.shape))
 
 

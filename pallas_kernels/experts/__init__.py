@@ -20,7 +20,7 @@ import functools
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.dispatch import (
     Candidate,
@@ -56,9 +56,10 @@ def experts(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Num[Array, "E D 2 F"] | Codes,
-    down: Num[Array, "E F D"] | Codes,
+    gate_up: Num[Array, "X D 2 F"] | Codes,
+    down: Num[Array, "X F D"] | Codes,
     real: Bool[Array, " T"] | None = None,
+    first: Int[Array, ""] | None = None,
     *,
     top_k: int,
     coding: Coding | None = None,
@@ -82,6 +83,8 @@ def experts(
       down: down matrix of each expert; or its codes, [E, D, F] or [E, F / 64, D, 32].
       real: which tokens are no padding. Experts that only the others chose are not read, and the
         results of the others are 0. None: all.
+      first: the number of the first expert in `gate_up` and `down`, where these are only some of
+        the experts that the router knows. The result is then the sum over these. None: all.
       top_k: number of experts of a token.
       coding: of codes of 4 bits; None for codes of 8 bits, and for numbers.
       implementation: "triton" needs 16-bit tokens and an NVIDIA GPU of compute capability 8.0 or
@@ -95,9 +98,9 @@ def experts(
       NotImplementedError: implementation is "triton" or "mosaic" and it cannot run.
     """
     e, d, f = _check(x, gate_up, down, coding)
-    _check_router(x, logits, expert_scale, e, top_k)
+    _check_router(x, logits, expert_scale, e if first is None else None, top_k)
     bits = 16 if not isinstance(gate_up, Codes) else 8 if coding is None else 4
-    each = x.shape[0] * top_k / e
+    each = x.shape[0] * top_k / logits.shape[2]
     own = mosaic_tiling_for(each, bits)
     if tiling is not None and isinstance(tiling.gate_up, (MosaicConfig, MmaConfig)):
         own, tiling = tiling, None
@@ -119,7 +122,7 @@ def experts(
         ),
         Candidate("triton", kernel, reason),
     ]
-    weights = gate_up, down, real
+    weights = gate_up, down, real, first
     return dispatch(implementation, candidates, plain, x, logits, expert_scale, *weights)
 
 
@@ -180,9 +183,9 @@ def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:
 
 
 def _check_router(
-    x: Array, logits: Array, expert_scale: Array, num_experts: int, top_k: int
+    x: Array, logits: Array, expert_scale: Array, num_experts: int | None, top_k: int
 ) -> None:
-    t, e = x.shape[0], num_experts
+    t, e = x.shape[0], logits.shape[2] if num_experts is None else num_experts
     if logits.shape[1:] != (t, e) or expert_scale.shape != (e,) or logits.dtype != jnp.float32:
         raise ValueError(
             f"logits must be float32 [parts, {t}, {e}] and expert_scale [{e}]; they are "

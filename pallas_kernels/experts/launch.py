@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.experts import coded, permute, triton
 from pallas_kernels.experts.routing import ALIGN, num_tiles, route, route_together
@@ -37,9 +37,10 @@ def experts_triton(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Float[Array, "E D 2 F"] | Codes,
-    down: Float[Array, "E F D"] | Codes,
+    gate_up: Float[Array, "X D 2 F"] | Codes,
+    down: Float[Array, "X F D"] | Codes,
     real: Bool[Array, " T"] | None = None,
+    first: Int[Array, ""] | None = None,
     *,
     coding: Coding | None,
     top_k: int,
@@ -48,20 +49,24 @@ def experts_triton(
 ) -> Float[Array, "T D"]:
     """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
     sizes: dict[str, Any] = dict(rows=tiling.rows, interpret=interpret)
-    routed = route(logits, expert_scale, real, top_k=top_k, dtype=x.dtype, **sizes)
-    first, second = (
+    held = _num_experts(down)
+    of_router: dict[str, Any] = dict(held=held, top_k=top_k, dtype=x.dtype)
+    routed = route(logits, expert_scale, real, first, **of_router, **sizes)
+    gate_up_config, second = (
         dataclasses.replace(config, rows=tiling.rows) if isinstance(config, TileConfig) else config
         for config in (tiling.gate_up, tiling.down)
     )
     by_pair = isinstance(second, TileConfig)  # whether hidden numbers are in the order of pairs
-    if isinstance(first, TileConfig):
+    if isinstance(gate_up_config, TileConfig):
         assert isinstance(gate_up, Codes)
         assert by_pair
-        kwargs: dict[str, Any] = dict(coding=coding, top_k=top_k, config=first, interpret=interpret)
+        kwargs: dict[str, Any] = dict(
+            coding=coding, top_k=top_k, config=gate_up_config, interpret=interpret
+        )
         hidden = coded.multiply_gate_up(routed, x, gate_up, **kwargs)
     else:
-        assert isinstance(first, Block)
-        kwargs = dict(top_k=top_k, block=first, by_pair=by_pair, **sizes)
+        assert isinstance(gate_up_config, Block)
+        kwargs = dict(top_k=top_k, block=gate_up_config, by_pair=by_pair, **sizes)
         hidden = triton.multiply_gate_up(routed, x, *_arrays(gate_up), **kwargs)
     if isinstance(second, TileConfig):
         assert isinstance(down, Codes)
@@ -71,11 +76,18 @@ def experts_triton(
         assert isinstance(second, Block)
         out = triton.multiply_down(routed, hidden, *_arrays(down), block=second, **sizes)
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
+    if first is not None:
+        # Nothing was written for pairs of experts that another device has.
+        pairs = jnp.where(routed.weight.reshape(-1, top_k, 1) != 0, pairs, 0)
     total = jnp.sum(pairs, axis=1).astype(x.dtype)
     if real is None:
         return total
     # Nothing was written for pairs of padding. What is there may not be finite.
     return jnp.where(real[:, None], total, jnp.zeros((), x.dtype))
+
+
+def _num_experts(weight: Array | Codes) -> int:
+    return (weight.codes if isinstance(weight, Codes) else weight).shape[0]
 
 
 def _arrays(weight: Array | Codes) -> tuple[Array, Array | None]:
@@ -89,6 +101,7 @@ def experts_mosaic(
     gate_up: Codes,
     down: Codes,
     real: Bool[Array, " T"] | None = None,
+    first: Int[Array, ""] | None = None,
     *,
     top_k: int,
     tiling: Tiling,
@@ -96,22 +109,25 @@ def experts_mosaic(
     """Launch the kernels of `mma.py` or of `mosaic.py` for codes, behind those that route."""
     from pallas_kernels.experts import mma, mosaic  # not in every jax
 
-    tokens, first, second = x.shape[0], tiling.gate_up, tiling.down
-    few_rows = isinstance(first, MmaConfig)
+    tokens, gate_up_config, second = x.shape[0], tiling.gate_up, tiling.down
+    few_rows = isinstance(gate_up_config, MmaConfig)
     same_rows = few_rows and tokens <= ALIGN == tiling.rows
     kwargs: dict[str, Any] = dict(top_k=top_k, dtype=x.dtype, rows=tiling.rows, same_rows=same_rows)
-    placed = route_together(logits, expert_scale, real, **kwargs)
+    held = _num_experts(down)
+    placed = route_together(logits, expert_scale, real, first, held=held, **kwargs)
     ones = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
     if same_rows:
         rows = jnp.pad(x, ((0, ALIGN - tokens), (0, 0)))
     else:
-        padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
+        padded = ALIGN * num_tiles(placed.weight.size, held, ALIGN)
         rows = permute.spread(x, placed, ones, padded, in_order=few_rows)
     if few_rows:
         assert isinstance(second, MmaConfig)
-        out = mma.multiply(placed, rows, gate_up, down, (first, second), same_rows=same_rows)
+        out = mma.multiply(
+            placed, rows, gate_up, down, (gate_up_config, second), same_rows=same_rows
+        )
     else:
-        assert isinstance(first, MosaicConfig)
+        assert isinstance(gate_up_config, MosaicConfig)
         assert isinstance(second, MosaicConfig)
-        out = mosaic.multiply(placed, rows, gate_up, down, (first, second))
+        out = mosaic.multiply(placed, rows, gate_up, down, (gate_up_config, second))
     return permute.add_up(out, placed, ones)

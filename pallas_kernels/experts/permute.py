@@ -39,8 +39,9 @@ def _spread(row_ref, real_ref, x_ref, out_ref, *, top_k: int, in_order: bool) ->
         of = k if in_order else places(k)
         x = load(x_ref, token, jnp.where(inside, of, 0), mask=inside)
         for i in range(top_k):
-            row = jnp.where(inside, row_ref[token * top_k + i], out_ref.shape[0])
-            store(out_ref, row, k, value=x, mask=inside)
+            at = row_ref[token * top_k + i]
+            here = inside & (at < out_ref.shape[0])  # else the pair is another device's
+            store(out_ref, jnp.where(here, at, out_ref.shape[0]), k, value=x, mask=here)
 
 
 def _add_up(row_ref, real_ref, weight_ref, x_ref, out_ref, *, top_k: int) -> None:
@@ -52,7 +53,9 @@ def _add_up(row_ref, real_ref, weight_ref, x_ref, out_ref, *, top_k: int) -> Non
     for i in range(top_k):
         # Nothing was written for pairs of padding.
         row, weight = (jnp.where(real, ref[token * top_k + i], 0) for ref in (row_ref, weight_ref))
-        total += weight * load(x_ref, row, k, mask=inside).astype(jnp.float32)
+        here = inside & (row < x_ref.shape[0])  # else the pair is another device's
+        row = jnp.where(row < x_ref.shape[0], row, 0)
+        total += weight * load(x_ref, row, k, mask=here).astype(jnp.float32)
     store(out_ref, token, k, value=total, mask=k < x_ref.shape[1])
 
 

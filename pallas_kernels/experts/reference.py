@@ -55,9 +55,10 @@ def reference(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Float[Array, "E D 2 F"] | Codes,
-    down: Float[Array, "E F D"] | Codes,
+    gate_up: Float[Array, "X D 2 F"] | Codes,
+    down: Float[Array, "X F D"] | Codes,
     real: Bool[Array, " T"] | None = None,
+    first: Int[Array, ""] | None = None,
     *,
     top_k: int,
     coding: Coding | None = None,
@@ -80,9 +81,11 @@ def reference(
     assert not isinstance(gate_up, Codes)
     assert not isinstance(down, Codes)
     e, d, _, f = (gate_up.shape[i] for i in ((0, 1, 2, 3) if down_scales is None else (0, 3, 1, 2)))
-    combine = jnp.zeros((x.shape[0], e), jnp.float32)
+    combine = jnp.zeros((x.shape[0], logits.shape[2]), jnp.float32)
     # Row by row, so that a row on another device stays there.
     combine = jax.vmap(lambda row, i, w: row.at[i].set(w))(combine, chosen, weights)
+    if first is not None:
+        combine = lax.dynamic_slice_in_dim(combine, first, e, axis=1)
 
     def run(rows: Float[Array, "R D"], combine: Float[Array, "R E"]) -> Float[Array, "R D"]:
         # A batched product with one batch entry per expert. If the rows were not repeated, D would

@@ -38,7 +38,7 @@ class Routed(NamedTuple):
     pair: Int[Array, " padded"]
     """The pair of each row of each tile; undefined for a row that is not used."""
     weight: Float[Array, " pairs"]
-    """The weight of the result of each pair."""
+    """The weight of the result of each pair; 0 for an expert of another device."""
 
 
 class Placed(NamedTuple):
@@ -51,7 +51,7 @@ class Placed(NamedTuple):
     tiles: Int[Array, "1"]
     """How many tiles are used: the first ones."""
     row: Int[Array, " pairs"]
-    """The row of each pair; undefined for pairs of padding."""
+    """The row of each pair; undefined for pairs of padding, and past the last for another device's."""
     weight: Float[Array, " pairs"]
 
 
@@ -62,12 +62,25 @@ def num_tiles(pairs: int, num_experts: int, rows: int) -> int:
 
 
 def _choose(
-    logits_ref, scale_ref, real_ref, weight_ref, *, block: int, top_k: int, dtype: DTypeLike
+    logits_ref,
+    scale_ref,
+    real_ref,
+    first_ref,
+    weight_ref,
+    *,
+    block: int,
+    top_k: int,
+    dtype: DTypeLike,
+    held: int,
 ) -> Array:
     """Choose experts for a block of tokens, and write their weights. Padding chooses none.
 
+    Args:
+      first_ref, held: the first expert that the device has, and their number.
+
     Returns:
-      For each token and expert: the number of the choice that is this expert, or -1.
+      For each token and expert that the device has: the number of the choice that is this expert.
+      For the others: -1.
     """
     parts, tokens, num_experts = logits_ref.shape
     token = pl.program_id(0) * block + lax.iota(jnp.int32, block)
@@ -100,12 +113,26 @@ def _choose(
     # An index that is not stored must point outside, because the interpreter writes old values back
     # to it.
     pair = jnp.where(choice >= 0, token[:, None] * top_k + choice, weight_ref.shape[0])
-    plgpu.store(weight_ref.at[pair], weights, mask=choice >= 0)
-    return choice
+    if held == num_experts:
+        plgpu.store(weight_ref.at[pair], weights, mask=choice >= 0)
+        return choice
+    here = (expert >= first_ref[0]) & (expert < first_ref[0] + held)
+    plgpu.store(weight_ref.at[pair], jnp.where(here, weights, 0), mask=choice >= 0)
+    return jnp.where(here, choice, -1)
 
 
 def _place(
-    choice, before, counts, expert_ref, used_ref, *refs, top_k, rows, programs, same_rows=False
+    choice,
+    before,
+    counts,
+    own,
+    expert_ref,
+    used_ref,
+    *refs,
+    top_k,
+    rows,
+    programs,
+    same_rows=False,
 ):
     """Write the pairs of the program's tokens into tiles, and write its share of the tiles' data.
 
@@ -116,6 +143,7 @@ def _place(
       choice: what `_choose` returned.
       before: for each expert, the number of pairs in earlier programs.
       counts: for each expert, the number of pairs in all programs.
+      own: the first expert that this device has.
     """
     me, (block, experts) = pl.program_id(0), choice.shape
     tiles = (counts + rows - 1) // rows
@@ -133,7 +161,7 @@ def _place(
     for mine in (me * each + i for i in range(each)):
         owned = mine < tiles
         tile = jnp.where(owned, first + mine, expert_ref.shape[0])
-        plgpu.store(expert_ref.at[tile], lax.iota(jnp.int32, experts), mask=owned)
+        plgpu.store(expert_ref.at[tile], lax.iota(jnp.int32, experts) - own, mask=owned)
         plgpu.store(used_ref.at[tile], jnp.minimum(counts - mine * rows, rows), mask=owned)
         if together:
             plgpu.store(refs[0].at[tile], first_row + mine * rows, mask=owned)
@@ -158,26 +186,34 @@ def _route_few(
     logits_ref,
     scale_ref,
     real_ref,
+    first_ref,
     *refs,
     block: int,
     top_k: int,
     dtype: DTypeLike,
+    held: int,
     rows: int,
     same_rows: bool,
 ):
     """Choose experts and place the pairs, when there is only one block of tokens."""
     *refs, weight_ref = refs
-    inputs = logits_ref, scale_ref, real_ref, weight_ref
-    choice = _choose(*inputs, block=block, top_k=top_k, dtype=dtype)
+    inputs = logits_ref, scale_ref, real_ref, first_ref, weight_ref
+    choice = _choose(*inputs, block=block, top_k=top_k, dtype=dtype, held=held)
     counts = jnp.sum((choice >= 0).astype(jnp.int32), axis=0)
     kwargs: dict[str, Any] = dict(top_k=top_k, rows=rows, programs=1, same_rows=same_rows)
-    _place(choice, jnp.zeros_like(counts), counts, *refs, **kwargs)
+    first = _first(first_ref, held, logits_ref.shape[2])
+    _place(choice, jnp.zeros_like(counts), counts, first, *refs, **kwargs)
+
+
+def _first(first_ref: Any, held: int, num_experts: int) -> Any:
+    return 0 if held == num_experts else first_ref[0]
 
 
 def _choose_block(
     logits_ref,
     scale_ref,
     real_ref,
+    first_ref,
     weight_ref,
     choice_ref,
     count_ref,
@@ -185,17 +221,20 @@ def _choose_block(
     block: int,
     top_k: int,
     dtype: DTypeLike,
+    held: int,
 ):
     """Choose experts for the tokens of a block, and count how often each expert was chosen."""
-    me, inputs = pl.program_id(0), (logits_ref, scale_ref, real_ref, weight_ref)
-    choice = _choose(*inputs, block=block, top_k=top_k, dtype=dtype)
+    me, inputs = pl.program_id(0), (logits_ref, scale_ref, real_ref, first_ref, weight_ref)
+    choice = _choose(*inputs, block=block, top_k=top_k, dtype=dtype, held=held)
     row = me * block + lax.iota(jnp.int32, block)[:, None]
     expert = lax.iota(jnp.int32, choice.shape[1])
     store(choice_ref, row, expert[None, :], value=choice, mask=row >= 0)
     plgpu.store(count_ref.at[me, expert], jnp.sum((choice >= 0).astype(jnp.int32), axis=0))
 
 
-def _place_block(choice_ref, count_ref, *refs, block: int, top_k: int, rows: int):
+def _place_block(
+    choice_ref, count_ref, first_ref, *refs, block: int, top_k: int, rows: int, whole: bool
+):
     """Place the pairs of a block of tokens behind those of all earlier blocks."""
     me, (programs, experts) = pl.program_id(0), count_ref.shape
     expert, chunk = lax.iota(jnp.int32, experts), min(pl.next_power_of_2(programs), 32)
@@ -210,14 +249,17 @@ def _place_block(choice_ref, count_ref, *refs, block: int, top_k: int, rows: int
     before, counts = lax.fori_loop(0, pl.cdiv(programs, chunk), count, (zeros, zeros))
     row = me * block + lax.iota(jnp.int32, block)[:, None]
     choice = load(choice_ref, row, expert[None, :])
-    _place(choice, before, counts, *refs, top_k=top_k, rows=rows, programs=programs)
+    first = 0 if whole else first_ref[0]
+    _place(choice, before, counts, first, *refs, top_k=top_k, rows=rows, programs=programs)
 
 
 def route(
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
     real: Bool[Array, " T"] | None = None,
+    first: Int[Array, ""] | None = None,
     *,
+    held: int | None = None,
     top_k: int,
     dtype: DTypeLike,
     rows: int,
@@ -229,12 +271,15 @@ def route(
       logits: float32 logits of the router, in parts.
       expert_scale: a factor of the weight of each expert.
       real: which tokens are no padding; pairs of the others are in no tile. None: all.
+      first, held: the first expert that this device has, and the number of them. Pairs of the
+        others are in no tile, and have weight 0. Tiles count experts from the first one. None: all.
       top_k: number of experts of a token.
       dtype: the contracting_axes logits are rounded to this dtype.
       rows: rows of a tile.
       interpret: whether to interpret the kernels.
     """
     kwargs: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
+    kwargs |= dict(first=first, held=held)
     return Routed(*_route(logits, expert_scale, real, **kwargs, together=False))
 
 
@@ -242,7 +287,9 @@ def route_together(
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
     real: Bool[Array, " T"] | None = None,
+    first: Int[Array, ""] | None = None,
     *,
+    held: int | None = None,
     top_k: int,
     dtype: DTypeLike,
     rows: int,
@@ -256,7 +303,12 @@ def route_together(
       others: as in `route`.
     """
     kwargs: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
-    return Placed(*_route(logits, expert_scale, real, **kwargs, together=True, same_rows=same_rows))
+    kwargs |= dict(first=first, held=held, same_rows=same_rows)
+    placed = Placed(*_route(logits, expert_scale, real, **kwargs, together=True))
+    if first is None:
+        return placed
+    past = jnp.iinfo(jnp.int32).max  # no row was written
+    return placed._replace(row=jnp.where(placed.weight != 0, placed.row, past))
 
 
 def _route(
@@ -264,6 +316,8 @@ def _route(
     expert_scale: Array,
     real: Array | None,
     *,
+    first: Array | None,
+    held: int | None,
     top_k: int,
     dtype: DTypeLike,
     rows: int,
@@ -273,8 +327,10 @@ def _route(
 ) -> tuple[Array, ...]:
     _, tokens, num_experts = logits.shape
     real = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
+    at = jnp.zeros(1, jnp.int32) if first is None else first.astype(jnp.int32).reshape(1)
+    held = num_experts if first is None or held is None else held
     pairs = tokens * top_k
-    tiles = num_tiles(pairs, num_experts, rows)
+    tiles = num_tiles(pairs, held, rows)
     fewer = BLOCK_TOKENS < tokens <= MAX_TOKENS_OF_FEWER
     block = FEWER_TOKENS if fewer else min(pl.next_power_of_2(tokens), BLOCK_TOKENS)
     programs = pl.cdiv(tokens, block)
@@ -295,20 +351,21 @@ def _route(
         interpret=interpret,
     )
     if programs == 1:
-        kwargs: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, same_rows=same_rows)
-        kernel = functools.partial(_route_few, block=block, **kwargs)
+        kwargs: dict[str, Any] = dict(top_k=top_k, dtype=dtype, held=held, rows=rows)
+        kernel = functools.partial(_route_few, block=block, same_rows=same_rows, **kwargs)
         few_rows = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
-        return tuple(few_rows(logits, expert_scale, real))
+        return tuple(few_rows(logits, expert_scale, real, at))
     padded = pl.next_power_of_2(num_experts)
     weight, choice, count = call(
-        functools.partial(_choose_block, block=block, top_k=top_k, dtype=dtype),
+        functools.partial(_choose_block, block=block, top_k=top_k, dtype=dtype, held=held),
         out_shape=(
             weight,
             of((programs * block, padded), jnp.int32),
             of((programs, padded), jnp.int32),
         ),
         name="experts_choose",
-    )(logits, expert_scale, real)
-    kernel = functools.partial(_place_block, block=block, top_k=top_k, rows=rows)
-    placed = call(kernel, out_shape=of_tiles, name="experts_place")(choice, count)
+    )(logits, expert_scale, real, at)
+    sizes: dict[str, Any] = dict(block=block, top_k=top_k, rows=rows, whole=held == num_experts)
+    kernel = functools.partial(_place_block, **sizes)
+    placed = call(kernel, out_shape=of_tiles, name="experts_place")(choice, count, at)
     return *placed, weight

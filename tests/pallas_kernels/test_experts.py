@@ -242,3 +242,23 @@ def test_experts_that_only_padding_chose_are_not_read() -> None:
     given = *router, gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan)
     found = interpreted(*given, real, top_k=SMALL.top_k)
     assert jnp.isfinite(found).all()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", [5, *slow(37)])
+def test_devices_with_some_of_the_experts_add_up_to_all(tokens: int, routing: str) -> None:
+    """All choose among all experts, those that weigh equally too, and compute what they have."""
+    x, logits, scale, gate_up, down = inputs(SMALL, tokens, jnp.dtype("float32"), routing)
+    logits = logits.astype(jnp.bfloat16).astype(jnp.float32).at[:, 0].set(1)  # ties
+    real = jnp.arange(tokens) % 3 > 0
+    expected = reference(x, logits, scale, gate_up, down, real, top_k=SMALL.top_k)
+    cuts = 0, SMALL.experts // 3, SMALL.experts // 2, SMALL.experts
+    for run in (interpreted, reference):
+        parts = [
+            run(
+                *(x, logits, scale, gate_up[begin:end], down[begin:end], real, jnp.int32(begin)),
+                top_k=SMALL.top_k,
+            )
+            for begin, end in itertools.pairwise(cuts)
+        ]
+        np.testing.assert_allclose(sum(parts), expected, atol=1e-5)

@@ -57,35 +57,45 @@ def test_up_to_8_tokens_are_the_rows_of_every_tile(routing: str) -> None:
     x, logits, scale, gate_up, down = inputs(SMALL, tokens, jnp.dtype("float32"), routing)
     real = jnp.arange(tokens) != 3
     how: Any = dict(top_k=k, dtype=x.dtype, rows=ALIGN, same_rows=True, interpret=True)
-    placed = route_together(logits, scale, real, **how)
     rows = np.pad(np.asarray(x), ((0, ALIGN - tokens), (0, 0)))
-    out = multiplied(rows, placed, gate_up, down, shared=True)
-    found = add_up(jnp.asarray(out), placed, real.astype(jnp.int32), interpret=True)
+    found = 0
+    for begin, end in ((0, 5), (5, SMALL.experts)):  # on two devices
+        held: Any = dict(first=jnp.int32(begin), held=end - begin)
+        placed = route_together(logits, scale, real, **how, **held)
+        out = multiplied(rows, placed, gate_up[begin:end], down[begin:end], shared=True)
+        found += add_up(jnp.asarray(out), placed, real.astype(jnp.int32), interpret=True)
     expected = reference(x, logits, scale, gate_up, down, real, top_k=k)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_rows_of_experts_lie_together_and_come_back(routing: str, in_order: bool) -> None:
+@pytest.mark.parametrize("begin", [None, 5])
+def test_rows_of_experts_lie_together_and_come_back(
+    routing: str, in_order: bool, begin: int | None
+) -> None:
     """With plain products between, what spreads tokens and adds rows up gives the reference."""
     tokens, rows, k = 37, 16, SMALL.top_k
     x, logits, scale, gate_up, down = inputs(SMALL, tokens, jnp.dtype("float32"), routing)
     x = jnp.pad(x, ((0, 0), (0, -SMALL.width % 16)))
     real = np.arange(tokens) % 7 != 3
+    first = None if begin is None else jnp.int32(begin)
+    gate_up, down = (w[begin:] for w in (gate_up, down))
+    held: Any = dict(first=first, held=len(down))
     placed = route_together(
-        logits, scale, jnp.asarray(real), top_k=k, dtype=x.dtype, rows=rows, interpret=True
+        logits, scale, jnp.asarray(real), top_k=k, dtype=x.dtype, rows=rows, interpret=True, **held
     )
-    padded = ALIGN * num_tiles(tokens * k, SMALL.experts, ALIGN)
+    padded = ALIGN * num_tiles(tokens * k, len(down), ALIGN)
     ones = jnp.asarray(real, jnp.int32)
     found = np.asarray(spread(x, placed, ones, padded, in_order=in_order, interpret=True))
     if not in_order:  # changed twice is not changed
         found = found[:, np.asarray(places(jnp.arange(x.shape[1])))]
     products = multiplied(found[:, : SMALL.width], placed, gate_up, down, shared=False)
-    assert np.sum(~np.isnan(products[:, 0])) == real.sum() * k
+    if begin is None:
+        assert np.sum(~np.isnan(products[:, 0])) == real.sum() * k
     out = add_up(jnp.asarray(products), placed, ones, interpret=True)
     args = x[:, : SMALL.width], logits, scale, gate_up, down, jnp.asarray(real)
-    np.testing.assert_allclose(out, reference(*args, top_k=k), atol=1e-5)
+    np.testing.assert_allclose(out, reference(*args, first, top_k=k), atol=1e-5)
 
 
 def test_rows_have_the_order_in_which_codes_come_into_registers() -> None:

@@ -41,7 +41,7 @@ import jaxspec
 from jaxspec import cache
 from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
-from jaxspec.models import attention, residual
+from jaxspec.models import attention, moe, residual
 from jaxspec.models.layers import project
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
 from jaxspec.quantised.array import named_arrays
@@ -163,6 +163,7 @@ def kernels(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
             (attention, attention.attention),
             (attention, attention.qkv),
             (residual, residual.add_norm),
+            (moe, moe.experts),
         ):
             to = interpreted(operation)
             patches.enter_context(mock.patch.object(module, operation.__name__, to))
