@@ -39,9 +39,12 @@ COMMAND_LINE = "docs/command-line.md"
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
 )
-# Runs pages in one process, since starting JAX takes longer than a page. A file's own lines stand in tracebacks.
+# Runs pages in one process, since starting JAX takes longer than a page. Calls of `load` that ask for the same pair
+# get the same one, whose programs are then compiled once. A file's own lines stand in tracebacks.
 RUNNER = """
-import json, sys, traceback
+import functools, json, sys, traceback
+import jaxspec
+jaxspec.load = functools.cache(jaxspec.load)
 failed = {}
 for page, blocks in json.load(open(sys.argv[1])).items():
     names = {"__name__": "__main__"}
@@ -167,8 +170,7 @@ PYTHON_PAGES: dict[str, list[Block]] = {}
 for _block in all_blocks("python"):
     if not _block.reason:
         PYTHON_PAGES.setdefault(_block.page, []).append(_block)
-# One process starts JAX once for many pages, and two workers share the processes.
-PARTS = 4
+PARTS = 2  # one for each worker
 
 
 @pytest.mark.parametrize("part", range(PARTS))

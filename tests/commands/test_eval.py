@@ -22,7 +22,8 @@ from jaxspec.commands.options import UsageError
 from tests.commands.conftest import Run
 
 TINY = ("--target", "target", "--drafter", "drafter", "--raw", "--dtype", "float32")
-"""The pair of `checkpoints`, whose programs tests share."""
+SIZES = ("--max-new-tokens", "12", "--batch-size", "1")
+"""The pair of `checkpoints`, whose programs tests share where sizes are the same."""
 
 PROMPTS = ["def read(path):", "class Queue:\n    def __init__(self", "import os\n\n\ndef main("]
 
@@ -35,12 +36,12 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 def test_figures_are_those_of_generating_the_same_prompts(invoke: Run, tmp_path: Path) -> None:
     lines = [{"prompt": p, "category": "ab"[i % 2]} for i, p in enumerate(PROMPTS)]
     file = write(tmp_path / "mine.jsonl", lines)
-    options = ("--raw", "--protocol", "z-lab", "--max-new-tokens", "24", "--batch-size", "2")
-    done = invoke("eval", str(file), *options, "--dtype", "float32", "--json", "-")
+    options = (*TINY, *SIZES, "--protocol", "z-lab")
+    done = invoke("eval", str(file), *options, "--json", "-")
     assert done.code == 0, done.stderr
     values = json.loads(done.stdout)
-    pair = jaxspec.load(dtype="float32")
-    made = pair.generate(PROMPTS, max_new_tokens=24, batch_size=2)
+    pair = jaxspec.load("target", "drafter", dtype="float32")
+    made = pair.generate(PROMPTS, max_new_tokens=12, batch_size=1)
     lengths = [g.acceptance_lengths for g in made]
     summary, every = values["summary"], [n for row in lengths for n in row]
     assert summary["micro"]["value"] == pytest.approx(sum(every) / len(every))
@@ -59,10 +60,10 @@ def test_figures_are_those_of_generating_the_same_prompts(invoke: Run, tmp_path:
         == values["plain"]["tokens"]
         == sum(len(g.token_ids) for g in made)
     )
-    assert values["num_draft_tokens"] == 7
+    assert values["num_draft_tokens"] == 3
     for words in (
         "micro: all tokens by all steps",
-        "bundled dflash, 7 drafts",
+        "drafter, 3 drafts",
         "without compiling",
     ):
         assert (words in done.stderr) == (words != "without compiling")
@@ -71,11 +72,10 @@ def test_figures_are_those_of_generating_the_same_prompts(invoke: Run, tmp_path:
 def test_the_micro_figure_is_that_of_the_rows_of_generate(invoke: Run, tmp_path: Path) -> None:
     """By hand, from what `generate --json` wrote for the same prompts."""
     file = write(tmp_path / "mine.jsonl", [{"prompt": p} for p in PROMPTS])
-    options = ("--max-new-tokens", "12", "--batch-size", "1")
     pair = tuple(x for x in TINY if x != "--raw")
-    done = invoke("eval", str(file), *TINY, *options, "--protocol", "z-lab", "--json", "-")
+    done = invoke("eval", str(file), *TINY, *SIZES, "--protocol", "z-lab", "--json", "-")
     values = json.loads(done.stdout)
-    made = invoke("generate", "--prompts", str(file), *pair, *options, "--json", "-")
+    made = invoke("generate", "--prompts", str(file), *pair, *SIZES, "--json", "-")
     assert made.code == 0, made.stderr
     steps = [n for row in made.rows for n in row["acceptance_lengths"]]
     assert values["summary"]["micro"]["value"] == sum(steps) / len(steps)
@@ -84,7 +84,8 @@ def test_the_micro_figure_is_that_of_the_rows_of_generate(invoke: Run, tmp_path:
 
 def test_the_protocol_says_how_to_decode(invoke: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", [{"prompt": PROMPTS[0]}])
-    options = ("--raw", "--max-new-tokens", "6", "--skip-plain", "--drafter", "ngram")
+    options = ("--target", "target", "--raw", "--dtype", "float32", *SIZES)
+    options += ("--skip-plain", "--drafter", "ngram")
     done = invoke("eval", str(file), *options, "--json", "-")
     values = json.loads(done.stdout)
     assert (values["protocol"], values["temperature"], values["plain"]) == ("deepspec", 1.0, None)
@@ -260,7 +261,7 @@ def test_a_killed_evaluation_goes_on(invoke: Run, tmp_path: Path) -> None:
     """
     file = write(tmp_path / "mine.jsonl", [{"prompt": p} for p in PROMPTS])
     rows = tmp_path / "rows.jsonl"
-    command = ("eval", str(file), *TINY, "--max-new-tokens", "12", "--rows", str(rows))
+    command = ("eval", str(file), *TINY, *SIZES, "--rows", str(rows))
 
     def run(*args: str) -> dict[str, Any]:
         done = invoke(*command, *args, "--json", "-")

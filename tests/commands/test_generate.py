@@ -608,7 +608,10 @@ def test_one_thread_where_jax_starts_on_a_cpu(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-@pytest.mark.parametrize(("options", "devices"), [((), 1), (("--mesh", "model=2"), 2)])
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [((), 1), pytest.param(("--mesh", "model=2"), 2, marks=pytest.mark.slow)],
+)
 def test_the_bundled_pair_runs_on_one_thread(options: Sequence[str], devices: int) -> None:
     """Counts XLA's for its programs; under a mesh there is at least one a device."""
     script = (

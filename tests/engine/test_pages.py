@@ -107,22 +107,16 @@ def test_pages_with_a_plain_target() -> None:
     assert_equal(whole, run(paged, requests))
 
 
-def test_short_requests_share_memory_that_one_long_row_would_take() -> None:
-    """Six rows of 24 positions fit where rows in one piece are two."""
-    paged = engine(("31b", "mtp"), batch_size=6, cache_tokens=SHORT_OF_MEMORY, logprobs=False)
-    for i in range(6):
-        paged.add(request(range(20 + i, 36 + i), 2, seed=i))
-    paged.step()
-    assert paged.num_running == 6
-    while not paged.is_idle:
-        paged.step()
-
-
 def with_preemption(pair: tuple[str, str | None], **options: Any) -> tuple[Engine, Engine]:
     """Return an engine with pages for all rows, and one whose pages hold the beginnings of four and the ends of two."""
     options = dict(batch_size=4, penalties=True) | options
     plenty = dict(options, cache_tokens=10 * CACHE)
     return engine(pair, **plenty), engine(pair, cache_tokens=SHORT_OF_MEMORY, **options)
+
+
+def short_of_memory() -> Engine:
+    """Return the engine of few pages that most tests here share: its programs are compiled once."""
+    return with_preemption(("31b", "mtp"), draft_sampling=True)[1]
 
 
 def check_preemption(pair: tuple[str, str | None], **options: Any) -> None:
@@ -171,7 +165,7 @@ def test_every_pair_is_preempted(
 
 
 def test_a_preempted_request_can_be_cancelled_and_the_oldest_never_waits() -> None:
-    _, paged = with_preemption(("31b", "mtp"))
+    paged = short_of_memory()
     scheduler, order = paged._scheduler, []
     for i in range(4):
         paged.add(request(range(20 + i, 36 + i), 70, id=i))
@@ -186,11 +180,23 @@ def test_a_preempted_request_can_be_cancelled_and_the_oldest_never_waits() -> No
     assert_no_page_is_lost(paged)
 
 
+def test_short_requests_share_memory_that_one_long_row_would_take() -> None:
+    """Four rows of 24 positions fit where rows in one piece are one."""
+    paged = short_of_memory()
+    assert SHORT_OF_MEMORY // CACHE == 1
+    for i in range(4):
+        paged.add(request(range(20 + i, 36 + i), 2, seed=i))
+    paged.step()
+    assert paged.num_running == 4
+    while not paged.is_idle:
+        paged.step()
+
+
 def test_a_long_request_is_not_overtaken() -> None:
     """It waits for pages, and those behind it wait for it, though they would fit."""
-    paged = engine(("31b", "mtp"), batch_size=3, cache_tokens=CACHE, logprobs=False)
+    paged = short_of_memory()
     order = []
-    for name, length in (("first", 30), ("long", 100), ("short", 4)):
+    for name, length in (("first", 100), ("long", 104), ("short", 4)):
         paged.add(request(range(20, 20 + length), 4, id=name))
     while not paged.is_idle:
         order += [e.id for e in paged.step() if isinstance(e, Completion)]
@@ -200,8 +206,8 @@ def test_a_long_request_is_not_overtaken() -> None:
 
 def test_a_row_that_is_not_finite_leaves_nothing_in_its_pages() -> None:
     """A weight that is NaN ends all rows; with the old weights, other rows get their pages."""
-    requests = [request(range(20, 50), 6, logprobs=True)] * 3
-    paged = engine(("31b", "mtp"), batch_size=2, cache_tokens=SHORT_OF_MEMORY)
+    requests = [request(range(20, 50), 6, logprobs=True)] * 6
+    paged = short_of_memory()
     good = run(paged, requests)
     params = paged.target_params
     name = next(n for n in params if n.endswith("final_norm"))
@@ -218,7 +224,7 @@ def test_a_row_that_is_not_finite_leaves_nothing_in_its_pages() -> None:
         paged.add(Request(**{**vars(asked), "id": i, "sample": i}))
     while not paged.is_idle:
         done |= {e.id: e for e in paged.step() if isinstance(e, Completion)}
-    assert_equal(good, [done[i] for i in range(3)])
+    assert_equal(good, [done[i] for i in range(len(requests))])
 
 
 @pytest.mark.slow

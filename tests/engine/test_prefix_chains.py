@@ -210,7 +210,9 @@ def run_chains(pair: tuple[str, str], read_ahead: int, chains: int) -> None:
     )
 
 
-@pytest.mark.parametrize(("pair", "read_ahead"), [(QUICK[0], 0), (QUICK[1], 2)])
+@pytest.mark.parametrize(
+    ("pair", "read_ahead"), [(QUICK[0], 0), pytest.param(QUICK[1], 2, marks=pytest.mark.slow)]
+)
 def test_random_chains(pair: tuple[str, str], read_ahead: int) -> None:
     run_chains(pair, read_ahead, CHAINS)
 

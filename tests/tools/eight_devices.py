@@ -5,12 +5,13 @@ and sets the number of devices.
 
     split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
     kernels:NAME:DRAFTER:DATA:MODEL decode by interpreted kernels on a mesh of fewer devices
-    images:DATA:MODEL               decode prompts with images on a mesh, and on one device
+    images:DATA:MODEL:DRAFTER       decode prompts with images on a mesh, and on one device
     load                            place weights: random, of an Orbax directory, of Hugging Face's
     check                           `check` with and without --mesh
     cli                             the command with and without --mesh, and its errors
     errors                          weights that are not on one mesh
-    sampler                         the in-process sampler on a mesh
+    sampler                         the in-process sampler on a mesh, and on one device
+    whole                           samplers and engines of weights that are split, then whole on each device
     inside                          the sampler inside jitted functions, on meshes and under shard_map
     turns                           rows that take turns, on a mesh and inside jitted functions
     training_meshes                 weights on meshes as training programs make them
@@ -171,17 +172,19 @@ def kernels(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
     return {"equal": result == expected, "interpreted": sorted(calls)}
 
 
-def images(data: str, model: str) -> dict[str, Any]:
-    """Decode prompts with images on one device and on a mesh, with drafts."""
+def images(data: str, model: str, drafter: str) -> dict[str, Any]:
+    """Decode prompts with images on one device and on a mesh, plain or with a drafter's drafts."""
     parts = ((5, (2, 3), 4), (3, (2, 2), 1, (4, 7), 12), (9,))
     prompts = [tiny_images.prompt(tiny_photo.VISION, *p, seed=i) for i, p in enumerate(parts)]
     asked = [Request(tuple(p.ids.tolist()), 12, images=p.images) for p in prompts]
     found = []
     with tempfile.TemporaryDirectory() as name:
         target = tiny_photo.write_target(Path(name) / "target")
-        drafter = tiny_photo.write_drafter(Path(name) / "drafter")
+        models = [str(target)]
+        if drafter != "plain":
+            models.append(str(tiny_photo.write_drafter(Path(name) / "drafter")))
         for mesh in (make_mesh(data=int(data), model=int(model)), None):
-            pair = jaxspec.load(str(target), str(drafter), mesh=mesh)
+            pair = jaxspec.load(*models, mesh=mesh)
             engine = Engine(*pair, batch_size=4, cache_length=96)
             found.append(decoded(engine, asked))
     text = [dataclasses.replace(r, images=()) for r in asked]
@@ -372,32 +375,41 @@ def sampler_of(target: LoadedModel, assistant: LoadedModel) -> Sampler:
     )
 
 
-def sampler() -> dict[str, Any]:
-    """Call samplers with weights split over a mesh, whole on each of its devices, and on one device.
+def sampled_on(params: Any, c: Case, assistant: LoadedModel) -> GenerateResult:
+    ask = sampler_of(c.target, assistant)
+    return ask(*params, c.prompts[:4], ask.sampling(8, temperature=[0.0, 1.0] * 4), np.arange(8))
 
-    The engine gets the split ones, then the whole ones.
-    """
+
+def sampler() -> dict[str, Any]:
+    """Call samplers with weights split over a mesh, and on one device."""
     c = a_case("31b", "mtp")
+    models = c.target, c.drafter("mtp")
+    meshes = make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])
+    spread, alone = (
+        sampled_on([on_mesh(x, mesh).params for x in models], c, models[1]) for mesh in meshes
+    )
+    assert spread.logprobs is not None
+    assert alone.logprobs is not None
+    return {
+        "equal": spread.tokens.tolist() == alone.tokens.tolist(),
+        "near": bool(np.allclose(spread.logprobs.target, alone.logprobs.target, atol=1e-4)),
+        "devices": len(spread.tokens.sharding.device_set),
+    }
+
+
+def whole() -> dict[str, Any]:
+    """Call a sampler and an engine with weights split over a mesh, then with those whole on each of its devices."""
+    c, mesh = a_case("31b", "mtp"), make_mesh(data=2, model=4)
     assistant = c.drafter("mtp")
-    found = []
-    mesh, one = make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])
-    split, alone = ([on_mesh(x, m).params for x in (c.target, assistant)] for m in (mesh, one))
-    whole = jax.device_put(split, NamedSharding(mesh, PartitionSpec()))
-    for params in (split, whole, alone):
-        ask = sampler_of(c.target, assistant)
-        sampling = ask.sampling(8, temperature=[0.0, 1.0] * 4)
-        found.append(ask(*params, c.prompts[:4], sampling, np.arange(8)))
-    spread, whole_result, alone_result = found
+    split = [on_mesh(x, mesh).params for x in (c.target, assistant)]
+    everywhere = jax.device_put(split, NamedSharding(mesh, PartitionSpec()))
+    first, second = (sampled_on(params, c, assistant) for params in (split, everywhere))
     engine, asked = engine_on(mesh, c, "mtp"), requests(c)[:4]
     expected = decoded(engine, asked)
-    engine.target_params, engine.drafter_params = whole
-    assert spread.logprobs is not None
+    engine.target_params, engine.drafter_params = everywhere
     return {
-        "equal": spread.tokens.tolist() == alone_result.tokens.tolist(),
-        "whole": whole_result.tokens.tolist() == alone_result.tokens.tolist(),
+        "sampler": first.tokens.tolist() == second.tokens.tolist(),
         "engine": decoded(engine, asked) == expected,
-        "near": bool(np.allclose(spread.logprobs.target, alone_result.logprobs.target, atol=1e-4)),
-        "devices": len(spread.tokens.sharding.device_set),
     }
 
 
@@ -589,6 +601,7 @@ def main() -> None:
             check,
             errors,
             sampler,
+            whole,
             inside,
             turns,
             training_meshes,
