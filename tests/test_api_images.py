@@ -98,9 +98,11 @@ def test_drafts_and_neighbours_change_no_token(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("loading", "drafting"),
     [
-        ({}, {"tree": Tree(topk=2, depth=3), "num_draft_tokens": 4}),
+        pytest.param(
+            {}, {"tree": Tree(topk=2, depth=3), "num_draft_tokens": 4}, marks=pytest.mark.slow
+        ),
         ({"kv_dtype": "fp8"}, {}),
-        ({"quantize": "int4-g16", "quantize_head": "int8"}, {}),
+        pytest.param({"quantize": "int4-g16", "quantize_head": "int8"}, {}, marks=pytest.mark.slow),
     ],
     ids=["tree", "fp8 caches", "int4"],
 )

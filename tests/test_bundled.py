@@ -233,6 +233,7 @@ def test_training_finds_the_tokens_that_repeat_a_4_gram() -> None:
     np.testing.assert_array_equal(completes_a_repeat(jnp.asarray(rows)), expected)
 
 
+@pytest.mark.slow  # three programs; by default `test_prefix_chains` shortens prefixes of the tiny pairs
 def test_a_prefix_that_was_shortened_twice_gives_the_text_of_a_cold_run(
     target: LoadedModel, drafter: LoadedModel
 ) -> None:

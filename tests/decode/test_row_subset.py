@@ -47,7 +47,7 @@ def staggered(engine: Engine, requests: list[Request], every: int) -> dict[Any, 
     ("name", "drafter", "options"),
     [
         pytest.param("31b", None, {}, marks=pytest.mark.slow),
-        ("31b", "dflash", {"choose_length": "never"}),
+        pytest.param("31b", "dflash", {"choose_length": "never"}, marks=pytest.mark.slow),
         pytest.param("31b", "dflash", {"choose_length": "exact"}, marks=pytest.mark.slow),
         ("31b", "mtp", {"choose_length": "never", "num_draft_tokens": 1}),
         pytest.param("e2b", "mtp", {"choose_length": "never"}, marks=pytest.mark.slow),

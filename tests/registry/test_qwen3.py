@@ -28,6 +28,7 @@ from jaxspec.commands.bench import floor, profile, run
 from jaxspec.commands.bench import pair as pairs
 from jaxspec.commands.bench.measure import chunks_of
 from jaxspec.commands.bench.pair import make_pair
+from jaxspec.commands.check import search
 from jaxspec.commands.cli import app
 from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
@@ -306,8 +307,17 @@ def invoke(*args: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.usefixtures("here")
-def test_check_reads_the_pair_and_says_what_is_in_force() -> None:
+def test_check_reads_the_pair_and_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are random, so it is not sound; the text is plain decoding's all the same."""
+    alternatives, tried = search.alternatives, set()
+
+    def one_of_them(*arguments: Any) -> Any:
+        hypotheses, left_out = alternatives(*arguments)
+        tried.update(hypothesis.name for hypothesis in hypotheses)
+        tried.update(text.split(":")[0] for text in left_out)
+        return [h for h in hypotheses if h.name == "all layers causal"], left_out
+
+    monkeypatch.setattr(search, "alternatives", one_of_them)
     rows = ["--rows", "4", "--new-tokens", "16", "--batch-size", "4"]
     code, out, errors = invoke("check", "target", "drafter", *rows, "--json", "-")
     assert code == 1, errors
@@ -319,10 +329,9 @@ def test_check_reads_the_pair_and_says_what_is_in_force() -> None:
     assert said["inside the block"] == "0 full bidirectional, 1 full bidirectional"
     assert said["logit soft cap"] == "none"
     assert said["mask id"] == "4"
-    tried = {c["name"] for round_ in report["rounds"] for c in round_["comparisons"]}
-    tried |= {text.split(":")[0] for round_ in report["rounds"] for text in round_["left_out"]}
+    compared = {c["name"] for round_ in report["rounds"] for c in round_["comparisons"]}
     assert not [name for name in tried if "scaled" in name], "scaled or not is the same"
-    assert "all layers causal" in tried
+    assert compared == {"all layers causal"} < tried
 
 
 @pytest.mark.usefixtures("here")

@@ -82,12 +82,19 @@ def test_a_sampler_says_what_an_engine_says(
 ) -> None:
     target, drafter = pair.target.params, pair.drafter.params  # type: ignore[union-attr]
     assert tokens(sampler_of(pair)(target, drafter, prompts)) == expected
-    refilled = sampler_of(pair, batch_size=2, num_samples=2)(target, drafter, prompts)
-    assert tokens(refilled) == [row for row in expected for _ in range(2)]
     order = [2, 0, 1]
     assert tokens(sampler_of(pair)(target, drafter, prompts.take(order))) == [
         expected[i] for i in order
     ]
+
+
+@pytest.mark.slow
+def test_rows_with_images_take_turns(
+    pair: Pair, prompts: Prompts, expected: list[tuple[int, ...]]
+) -> None:
+    weights = pair.target.params, pair.drafter.params  # type: ignore[union-attr]
+    refilled = sampler_of(pair, batch_size=2, num_samples=2)(*weights, prompts)
+    assert tokens(refilled) == [row for row in expected for _ in range(2)]
 
 
 def test_embeddings_may_be_made_inside_of_jit(
