@@ -29,7 +29,6 @@ from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.choice import check_format
 from jaxspec.registry import ModelConfig
 from jaxspec.shapes import Array
-from jaxspec.weights.acceptance import FIELD, read_acceptance, write_acceptance
 from jaxspec.weights.arrays import (
     LazyArray,
     LazyWeight,
@@ -42,6 +41,7 @@ from jaxspec.weights.atomic_dir import atomic_directory
 from jaxspec.weights.define import model_def_of, quantised_def
 from jaxspec.weights.finite import checked
 from jaxspec.weights.manifest import MANIFEST, Manifest
+from jaxspec.weights.measured_acceptance import FIELD, read_acceptance, write_acceptance
 from jaxspec.weights.memory import check_host_fits
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.native import VISION

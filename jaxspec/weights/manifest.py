@@ -19,8 +19,8 @@ from jaxspec.options import shown
 from jaxspec.quantised.kv import DTYPES as DTYPES_OF_KV
 from jaxspec.registry import ModelConfig, get_family
 from jaxspec.version import __version__
-from jaxspec.weights.acceptance import FIELD
 from jaxspec.weights.define import model_def_of
+from jaxspec.weights.measured_acceptance import FIELD
 from jaxspec.weights.model_def import ModelDef
 
 MANIFEST = "manifest.json"

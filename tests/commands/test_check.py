@@ -42,7 +42,7 @@ from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.engine.request import Completion, Request
 from jaxspec.registry.base import WeightChange
-from jaxspec.weights import acceptance, conversion
+from jaxspec.weights import conversion, measured_acceptance
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
 from jaxspec.weights.model_def import ModelDef
 from tests import tiny
@@ -503,15 +503,15 @@ def test_a_record_is_written_and_compared_with(check, only: Only, tmp_path: Path
 def test_a_record_survives_conversion(tmp_path: Path) -> None:
     """Our manifest takes it from config.json, and the way back leaves the file as it was."""
     conversion.convert(BUNDLED / "dflash", tmp_path / "ours")
-    value = acceptance.read_acceptance(tmp_path / "ours")
+    value = measured_acceptance.read_acceptance(tmp_path / "ours")
     assert value == read_json(BUNDLED / "dflash" / "config.json")["measured_acceptance"]
     conversion.to_hf(tmp_path / "ours", tmp_path / "theirs")
     before, after = (d / "config.json" for d in (BUNDLED / "dflash", tmp_path / "theirs"))
     assert before.read_bytes() == after.read_bytes()
-    acceptance.write_acceptance(tmp_path / "ours", {**value, "accepted": 1.5})
+    measured_acceptance.write_acceptance(tmp_path / "ours", {**value, "accepted": 1.5})
     assert load_drafter(str(tmp_path / "ours"), dtype="float32").config.block_size == 8
     conversion.to_hf(tmp_path / "ours", tmp_path / "again")
-    assert acceptance.read_acceptance(tmp_path / "again")["accepted"] == 1.5
+    assert measured_acceptance.read_acceptance(tmp_path / "again")["accepted"] == 1.5
 
 
 def test_records_that_cannot_be_used(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from tests.cases import (
     slow,
     until_stop,
 )
-from tests.tiny import FEATURE_SETS
 
 BUNDLED = Path(jaxspec.__file__).parent / "bundled"
 
@@ -46,7 +45,7 @@ def test_plain_equals_naive(name):
         assert done.logprobs is done.sampled_logprobs is None  # without being asked for
 
 
-@pytest.mark.parametrize("name", FEATURE_SETS)
+@pytest.mark.parametrize("name", SOME_FEATURE_SETS)
 def test_lookup_drafters_equal_naive(name):
     """An oracle has every draft accepted, a hostile drafter none, and in between lies every count."""
     c = case(name)

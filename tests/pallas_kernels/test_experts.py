@@ -57,7 +57,7 @@ def check(shape: Shape, tokens: int, routing: str, dtype: str, rows: int) -> Non
 
 
 # By default one size for each size of tiles.
-@pytest.mark.parametrize("tokens", [1, 300, 512, *slow(3, 16, 128)])
+@pytest.mark.parametrize("tokens", [1, 300, *slow(3, 16, 128, 512)])
 def test_the_kernel_is_the_reference(tokens: int) -> None:
     rows = tiling_for(tokens * NARROW.top_k / NARROW.experts).rows
     check(NARROW, tokens, "random", "bfloat16", rows)
@@ -132,7 +132,9 @@ def test_experts_that_are_not_chosen_are_not_read() -> None:
     assert (interpreted(*router, gate_up, down, top_k=SMALL.top_k) == clean).all()
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(2, 2), (17, 2), (513, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "parts"), [pytest.param(2, 2, marks=pytest.mark.slow), (17, 2), (513, 1)]
+)
 def test_parts_of_the_routers_product_add_up(tokens: int, parts: int) -> None:
     both = jax.random.normal(jax.random.key(0), (tokens + SMALL.experts, 512), jnp.bfloat16)
     rows, weight = both[:tokens], both[tokens:].T
@@ -244,7 +246,7 @@ def test_experts_that_only_padding_chose_are_not_read() -> None:
     assert jnp.isfinite(found).all()
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", ["random", *slow(*(r for r in ROUTINGS if r != "random"))])
 @pytest.mark.parametrize("tokens", [5, *slow(37)])
 def test_devices_with_some_of_the_experts_add_up_to_all(tokens: int, routing: str) -> None:
     """All choose among all experts, those that weigh equally too, and compute what they have."""

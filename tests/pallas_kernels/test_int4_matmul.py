@@ -131,7 +131,7 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
 # --- products -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [*FORMATS, "int4-g128"])
+@pytest.mark.parametrize("format", ["int4", "nvfp4", *slow("int4-g64-zeros", "mxfp4", "int4-g128")])
 @pytest.mark.parametrize(
     ("shape", "inputs"), [((24, 5), 1), ((130, 2, 3, 8), 1), ((2, 3, 64, 24), 3)], ids=str
 )
@@ -142,7 +142,9 @@ def test_a_product_equals_dequantise_then_multiply(format, shape, inputs):
     np.testing.assert_allclose(project(rows, weight, inputs=inputs), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("format", [*FORMATS, "int8", "fp8", "fp8-dynamic", None])
+@pytest.mark.parametrize(
+    "format", ["int4", "fp8-dynamic", None, *slow(*FORMATS[1:], "int8", "fp8")]
+)
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_gate_and_up_are_activated_and_multiplied(format, activation):
     """Sums differ by float32's rounding. Rows of "fp8-dynamic" are rounded, by 6 % of a number at most."""
@@ -290,7 +292,7 @@ def test_every_product_has_a_cut_for_the_mosaic_kernels(name, processors, monkey
         assert rows <= taken * config.row_tiles < rows + 8 * config.row_tiles
 
 
-@pytest.mark.parametrize("processors", [114, H200_PROCESSORS])
+@pytest.mark.parametrize("processors", [*slow(114), H200_PROCESSORS])
 @pytest.mark.parametrize(
     ("tiles", "steps", "config"),
     [

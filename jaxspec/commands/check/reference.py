@@ -1,6 +1,6 @@
 """The maker's measurement of a drafter, and the comparison of a check with it.
 
-`Reference` is the record that `--record` writes (`weights.acceptance`). `compare_with` compares a
+`Reference` is the record that `--record` writes (`weights.measured_acceptance`). `compare_with` compares a
 check with it: the acceptance on the same text, row by row, and other changes since, by name.
 Weights are compared by two numbers per tensor, its root mean square and a weighted sum (`Look`).
 """
@@ -32,8 +32,8 @@ from jaxspec.configs.base import to_json
 from jaxspec.quantised.array import named_arrays
 from jaxspec.registry import ModelConfig
 from jaxspec.shapes import Array, Params
-from jaxspec.weights.acceptance import FIELD, config_file, read_acceptance
 from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.measured_acceptance import FIELD, config_file, read_acceptance
 from jaxspec.weights.sharding import fetch
 
 _FORMAT = 1

@@ -39,8 +39,8 @@ from jaxspec.commands.startup import load_models, shorten
 from jaxspec.engine.request import Completion
 from jaxspec.options import Drafting
 from jaxspec.runtime import runtime
-from jaxspec.weights.acceptance import write_acceptance
 from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.measured_acceptance import write_acceptance
 
 
 def run(models: ModelOptions, checking: CheckOptions, drafting: Drafting, notify: Notify) -> Report:
