@@ -6,7 +6,7 @@ device. They come back as they were, so the row's tokens are those of a row that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 
 from jaxspec.cache import NO_PAGE
 from jaxspec.engine.prefix_cache.copies import (
+    PAGES_A_COPY,
     lift,
     lower,
-    page_from_host,
-    page_to_host,
+    pages_from_host,
+    pages_to_host,
     run_copy,
     split,
 )
@@ -34,11 +35,14 @@ class SavedRow:
 
     Attributes:
       row: the request, and what it got so far.
-      pages: copies in host memory, by the slots of a row and in the order of the row's table.
+      num_pages: of the row, by its slots.
+      pages: copies in host memory, of `PAGES_A_COPY` pages each, by the slots of a row and in the
+        order of its table.
       small: all else of the row. None: its prompt was not prefilled to the end, and is again.
     """
 
     row: Row
+    num_pages: dict[int, int]
     pages: dict[int, list[list[Array]]]
     small: list[Array] | None
 
@@ -68,25 +72,27 @@ class RowSwap:
         row = slots.rows[slot]
         assert row is not None
         assert slots.pages is not None
+        numbers = slots.pages.of_row(slot)
         pages: dict[int, list[list[Array]]] = {}
         small = None
         if row.is_prefilled:
-            for size, numbers in slots.pages.of_row(slot).items():
-                pages[size] = [page_to_host(slots, size, number) for number in numbers]
+            for size, own in numbers.items():
+                pages[size] = [pages_to_host(slots, size, some) for some in _batched(own)]
             small = self._run(lift_row, slots, np.int32(slot), donate=False)
         is_away = np.arange(slots.count) == slot
         slots.state = self.runtime.retire(slots.state, is_away)
         slots.rows[slot] = None
         slots.pages.release(slot)
-        return SavedRow(row, pages, small)
+        return SavedRow(row, {size: len(own) for size, own in numbers.items()}, pages, small)
 
     def load(self, slots: Slots, slot: int, saved: SavedRow) -> None:
         """Put a row back into a slot that has pages for it."""
         assert slots.pages is not None
         assert saved.small is not None
-        for size, copies in saved.pages.items():
-            for number, copy in zip(slots.pages.of_row(slot)[size], copies, strict=False):
-                page_from_host(slots, size, number, copy)
+        for size, numbers in slots.pages.of_row(slot).items():
+            own = numbers[: saved.num_pages[size]]
+            for some, copy in zip(_batched(own), saved.pages[size], strict=True):
+                pages_from_host(slots, size, some, copy)
         slots.state = self._run(lower_row, slots, saved.small, np.int32(slot), donate=True)
         slots.rows[slot] = saved.row
 
@@ -94,10 +100,16 @@ class RowSwap:
         """Compile all programs. All rows must be free."""
         assert slots.pages is not None
         for size in slots.pages.counts:
-            page_from_host(slots, size, NO_PAGE, page_to_host(slots, size, NO_PAGE))
+            for some in ([NO_PAGE], [NO_PAGE, NO_PAGE + 1]):
+                pages_from_host(slots, size, some, pages_to_host(slots, size, some))
         small = self._run(lift_row, slots, np.int32(0), donate=False)
         slots.state = self._run(lower_row, slots, small, np.int32(0), donate=True)
 
     def _run(self, function: Callable[..., Any], slots: Slots, *args: Any, donate: bool) -> Any:
         shape = slots.state.stop_ids.shape
         return run_copy(self.runtime, function, shape, slots.state, *args, donate=donate)
+
+
+def _batched(pages: Sequence[int]) -> list[Sequence[int]]:
+    """Return the numbers of pages, `PAGES_A_COPY` at a time."""
+    return [pages[at : at + PAGES_A_COPY] for at in range(0, len(pages), PAGES_A_COPY)]

@@ -81,7 +81,7 @@ class Scheduler:
         self._release()
         self._is_busy = False  # with a launched call
         self._prefill_tokens = 0  # since rows decoded, padding included
-        self._has_deferred = False  # the next pass, for one decode call
+        self._deferred_steps = 0  # for which the next pass has waited
         # Processes would measure other times, and have to run the same calls.
         self._is_timed = not on_cpu(runtime.mesh) and jax.process_count() == 1
         self._step_s = self._pass_s = 0.0  # of the newest decode call and pass; 0: unknown
@@ -99,7 +99,7 @@ class Scheduler:
         self._return_preempted()
         self._start_rows()
         self._admit()
-        if self._should_prefill():
+        if self._should_prefill(max_steps):
             self._prefill()
         elif self.running:
             self._decode(max_steps)
@@ -301,13 +301,13 @@ class Scheduler:
         self.waiting = deque(request for request in self.waiting if request.id not in ids)
         return taken
 
-    def _should_prefill(self) -> bool:
+    def _should_prefill(self, max_steps: int) -> bool:
         """Return whether the next call is a prefill pass. Rows that decode wait for it."""
         if not self._planner.pending or not self.running:
             return bool(self._planner.pending)
         if self._is_past_limit():
             return False
-        if self._should_defer():
+        if self._should_defer(max_steps):
             return False
         # Rows that are prefilled ahead wait for others to end. An eighth of the rows ahead is kept ready.
         ahead = self.runtime.read_ahead
@@ -318,19 +318,19 @@ class Scheduler:
         limit, done = self.max_prefill_tokens, self._prefill_tokens
         return limit is not None and done > 0 and done + self._planner.next_tokens > limit
 
-    def _should_defer(self) -> bool:
-        """Return whether a pass that is not full waits one decode call for requests that wait.
+    def _should_defer(self, max_steps: int) -> bool:
+        """Return whether a pass that is not full waits for requests that wait, for so many decode steps at most.
 
         A pass takes about as long for few prompts as for all that fill it. Without rows that are
         read ahead, `min_free_slots` has waited for enough prompts already.
         """
-        if not self.runtime.read_ahead or not self.waiting or self._has_deferred:
+        if not self.runtime.read_ahead or not self.waiting or self._deferred_steps >= max_steps:
             return False
         return self._planner.num_left < self.runtime.shapes.full
 
     def _prefill(self) -> None:
         """Launch a prefill pass."""
-        self._has_deferred = False
+        self._deferred_steps = 0
         chunk, ended = self._planner.next_chunk()
         self._prefill_tokens += chunk.tokens.size
         slots, self._is_busy = self.slots, True
@@ -345,8 +345,8 @@ class Scheduler:
 
     def _decode(self, max_steps: int) -> None:
         """Launch some decode steps. They end early when rows end whose slots are needed."""
-        self._grow_rows(max_steps)
         most_steps, max_steps = max_steps, self._within_pause(max_steps)
+        self._grow_rows(max_steps)
         runtime, slots, active, until_active = self.runtime, self.slots, len(self.running), 0
         waits_for_pages = bool(slots.pages and self.waiting and slots.free)
         if self._ready or waits_for_pages:
@@ -355,8 +355,9 @@ class Scheduler:
         elif not runtime.read_ahead and self.waiting and not self._planner.pending:
             until_active = max(0, active + len(slots.free) - self._min_free_slots)
         is_between_passes = bool(self._planner.pending) and self._is_past_limit()
-        if self._planner.pending and not is_between_passes and self._should_defer():
-            self._has_deferred = True
+        defers = not is_between_passes and self._should_defer(most_steps)
+        if self._planner.pending and defers:
+            self._deferred_steps += max_steps
         self._prefill_tokens, self._is_busy = 0, True
         requests = [row.request for slot in self.running if (row := slots.rows[slot])]
         steps, length, costs = self.draft_length.next(requests, max_steps)
@@ -406,7 +407,8 @@ class Scheduler:
         self._is_busy = False
         if self._prefill_tokens:
             self.runtime.timings.prefill_s += taken_s
-            self._pass_s = taken_s
+            # The next pass may be as full as the last ones were.
+            self._pass_s = max(taken_s, self._pass_s / 2)
             if self._prefixes is not None:
                 self._prefixes.keep(slots)
         else:

@@ -25,6 +25,9 @@ from jaxspec.shapes import Array, Int
 from jaxspec.state import DecodeSpec, DecodeState
 from jaxspec.weights.sharding import partition
 
+PAGES_A_COPY = 8
+"""Most pages of a row that move to host memory and back in one call. A call of each page and array took 5 ms a page
+with 26B-A4B on an H100, nearly all of it the host's."""
 MOST_SNAPSHOTS = 1024
 """Entries on the device at most. What they have beside pages takes some kilobytes each."""
 SNAPSHOT_SHARE = 16
@@ -108,32 +111,55 @@ def lower(arrays: list[Array], copies: list[Array], index: Int[Array, ""]) -> li
     ]
 
 
-def lift_page(state: DecodeState, page: dict[int, Int[Array, ""]]) -> list[Array]:
-    """Return the contents of a page in all its caches.
+def lift_pages(state: DecodeState, pages: dict[int, Int[Array, " N"]]) -> list[Array]:
+    """Return the contents of pages in all their caches, those of one shape as one array [caches, N, ...].
 
     Args:
-      page: its number, by the slots of a row.
+      pages: their numbers, by the slots of a row. Numbers beyond the last count as the last.
     """
-    (slots, number), *_ = page.items()
+    (slots, numbers), *_ = pages.items()
     caches = caches_of((state.caches, state.drafter))
-    return lift([x for c in caches if c.row_slots == slots for x in (c.k, c.v)], number)
+    arrays = [x for c in caches if c.row_slots == slots for x in (c.k, c.v)]
+    return [
+        jnp.stack([arrays[i].at[numbers].get(mode="clip") for i in alike])
+        for alike in _alike(arrays)
+    ]
 
 
-def lower_page(
-    state: DecodeState, copies: list[Array], page: dict[int, Int[Array, ""]]
+def lower_pages(
+    state: DecodeState, copies: list[Array], pages: dict[int, Int[Array, " N"]]
 ) -> DecodeState:
-    """Write such contents into a page."""
-    (slots, number), *_ = page.items()
-    new = iter(copies)
+    """Write such contents into pages. No number may be there twice; those beyond the last are left out."""
+    (slots, numbers), *_ = pages.items()
+    caches = caches_of((state.caches, state.drafter))
+    arrays = [x for c in caches if c.row_slots == slots for x in (c.k, c.v)]
+    parts = {
+        i: part
+        for alike, copy in zip(_alike(arrays), copies, strict=True)
+        for i, part in zip(alike, copy, strict=True)
+    }
+    new = iter(
+        [
+            x.at[numbers].set(parts[i], mode="drop", unique_indices=True)
+            for i, x in enumerate(arrays)
+        ]
+    )
 
     def one(x: Any) -> Any:
         if not _is_cache(x) or x.row_slots != slots:
             return x
-        k, v = lower([x.k, x.v], [next(new), next(new)], number)
-        return x.replace(k=k, v=v)
+        return x.replace(k=next(new), v=next(new))
 
     caches, drafter = jax.tree.map(one, (state.caches, state.drafter), is_leaf=_is_cache)
     return state.replace(caches=caches, drafter=drafter)
+
+
+def _alike(arrays: Sequence[Array]) -> list[list[int]]:
+    """Return the indices of arrays of one shape and dtype, which move as one: each transfer costs the host time."""
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        groups.setdefault((x.shape, x.dtype.name), []).append(i)
+    return list(groups.values())
 
 
 class RowSizes:
@@ -280,11 +306,11 @@ class DeviceCopies(RowSizes):
 
     def lift(self, rows: Slots, slots: int, page: int) -> list[Array]:
         """Return a copy of a page in host memory. The caller does not wait for it."""
-        return page_to_host(rows, slots, page)
+        return pages_to_host(rows, slots, [page])
 
     def lower(self, rows: Slots, slots: int, page: int, copy: list[Array]) -> None:
         """Put such a copy into a page."""
-        page_from_host(rows, slots, page, copy)
+        pages_from_host(rows, slots, [page], copy)
 
     def lift_snapshot(self, index: int) -> list[Array]:
         """Return a copy of a snapshot in host memory. The caller does not wait for it."""
@@ -332,22 +358,31 @@ def run_copy(
     return runtime.used[key](*runtime.as_inputs(args))
 
 
-def page_to_host(rows: Slots, slots: int, page: int) -> list[Array]:
-    """Return a copy of a page in host memory. The caller does not wait for it.
+def pages_to_host(rows: Slots, slots: int, pages: Sequence[int]) -> list[Array]:
+    """Return a copy of some pages in host memory. The caller does not wait for it.
 
     Args:
-      slots: of a row in the caches that the page belongs to.
+      slots: of a row in the caches that the pages belong to.
+      pages: `PAGES_A_COPY` at most.
     """
-    inputs = rows.state, {slots: np.int32(page)}
-    shape = (slots, *rows.state.stop_ids.shape)
-    return to_host(run_copy(rows.runtime, lift_page, shape, *inputs, donate=False))
+    inputs = rows.state, _numbers(rows, slots, pages)
+    shape = (slots, len(inputs[1][slots]), *rows.state.stop_ids.shape)
+    return to_host(run_copy(rows.runtime, lift_pages, shape, *inputs, donate=False))
 
 
-def page_from_host(rows: Slots, slots: int, page: int, copy: list[Array]) -> None:
-    """Put such a copy into a page."""
-    inputs = rows.state, to_device(copy), {slots: np.int32(page)}
-    shape = (slots, *rows.state.stop_ids.shape)
-    rows.state = run_copy(rows.runtime, lower_page, shape, *inputs)
+def pages_from_host(rows: Slots, slots: int, pages: Sequence[int], copy: list[Array]) -> None:
+    """Put such a copy into as many pages."""
+    inputs = rows.state, to_device(copy), _numbers(rows, slots, pages)
+    shape = (slots, len(inputs[2][slots]), *rows.state.stop_ids.shape)
+    rows.state = run_copy(rows.runtime, lower_pages, shape, *inputs)
+
+
+def _numbers(rows: Slots, slots: int, pages: Sequence[int]) -> dict[int, np.ndarray]:
+    """Return the numbers of pages as programs take them: of one, or padded with numbers beyond the last."""
+    size = 1 if len(pages) == 1 else PAGES_A_COPY
+    numbers = rows.runtime.page_counts[slots] + np.arange(size, dtype=np.int32)
+    numbers[: len(pages)] = pages
+    return {slots: numbers}
 
 
 def to_host(arrays: list[Array]) -> list[Array]:
