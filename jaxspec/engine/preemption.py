@@ -72,27 +72,27 @@ class RowSwap:
         row = slots.rows[slot]
         assert row is not None
         assert slots.pages is not None
-        numbers = slots.pages.of_row(slot)
+        of_row = slots.pages.of_row(slot)
         pages: dict[int, list[list[Array]]] = {}
         small = None
         if row.is_prefilled:
-            for size, own in numbers.items():
-                pages[size] = [pages_to_host(slots, size, some) for some in _batched(own)]
+            for size, numbers in of_row.items():
+                pages[size] = [pages_to_host(slots, size, batch) for batch in _batched(numbers)]
             small = self._run(lift_row, slots, np.int32(slot), donate=False)
         is_away = np.arange(slots.count) == slot
         slots.state = self.runtime.retire(slots.state, is_away)
         slots.rows[slot] = None
         slots.pages.release(slot)
-        return SavedRow(row, {size: len(own) for size, own in numbers.items()}, pages, small)
+        return SavedRow(row, {size: len(numbers) for size, numbers in of_row.items()}, pages, small)
 
     def load(self, slots: Slots, slot: int, saved: SavedRow) -> None:
         """Put a row back into a slot that has pages for it."""
         assert slots.pages is not None
         assert saved.small is not None
         for size, numbers in slots.pages.of_row(slot).items():
-            own = numbers[: saved.num_pages[size]]
-            for some, copy in zip(_batched(own), saved.pages[size], strict=True):
-                pages_from_host(slots, size, some, copy)
+            batches = _batched(numbers[: saved.num_pages[size]])
+            for batch, copy in zip(batches, saved.pages[size], strict=True):
+                pages_from_host(slots, size, batch, copy)
         slots.state = self._run(lower_row, slots, saved.small, np.int32(slot), donate=True)
         slots.rows[slot] = saved.row
 
@@ -100,8 +100,8 @@ class RowSwap:
         """Compile all programs. All rows must be free."""
         assert slots.pages is not None
         for size in slots.pages.counts:
-            for some in ([NO_PAGE], [NO_PAGE, NO_PAGE + 1]):
-                pages_from_host(slots, size, some, pages_to_host(slots, size, some))
+            for batch in ([NO_PAGE], [NO_PAGE, NO_PAGE + 1]):
+                pages_from_host(slots, size, batch, pages_to_host(slots, size, batch))
         small = self._run(lift_row, slots, np.int32(0), donate=False)
         slots.state = self._run(lower_row, slots, small, np.int32(0), donate=True)
 
