@@ -193,27 +193,24 @@ def test_there_and_back(tmp_path: Path, layout: str) -> None:
         np.testing.assert_array_equal(array, tensors[name])
 
 
-def test_output_is_that_of_plain_decoding(tmp_path: Path) -> None:
-    """Chains, a tree, drafts that are drawn and a copy of the head, with layers of the target's own."""
+@pytest.mark.parametrize("form", ["tree", *cases.slow("chain", "copied head")])
+def test_output_is_that_of_plain_decoding(form: str, tmp_path: Path) -> None:
+    """Chains, a tree and a copy of the head, with layers of the target's own."""
     c = cases.case("31b")
     config = changed(SPECULATORS, aux_hidden_state_layer_ids=[2, 1, 2])
     directory = hf_drafter.write(tmp_path / "hf", config, tensors_of(FACTS, tables=False))
     drafter = load_drafter(str(directory), dtype="float32")
-    head = jnp.asarray(c.target.params["embedder.table"])
-    with_head = dataclasses.replace(
-        drafter,
-        model_def=model_def_with_head(drafter.model_def, c.target.model_def, "int8"),
-    )
-    params = {**drafter.params, "head": with_head.model_def.pack("head", head)}
-    with_head = dataclasses.replace(with_head, params=params)
-    for model, options in (
-        (drafter, {}),
-        (drafter, dict(tree=Tree(2, 3), num_draft_tokens=6)),
-        (with_head, {}),
-    ):
-        engine = cases.engine_of(c.target, model, batch_size=4, cache_length=64, **options)
-        done = cases.run(engine, [cases.request(p, cases.NEW_TOKENS) for p in c.prompts])
-        assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+    options: dict[str, Any] = {}
+    if form == "tree":
+        options = dict(tree=Tree(2, 3), num_draft_tokens=6)
+    if form == "copied head":
+        head = jnp.asarray(c.target.params["embedder.table"])
+        model_def = model_def_with_head(drafter.model_def, c.target.model_def, "int8")
+        params = {**drafter.params, "head": model_def.pack("head", head)}
+        drafter = dataclasses.replace(drafter, model_def=model_def, params=params)
+    engine = cases.engine_of(c.target, drafter, batch_size=4, cache_length=64, **options)
+    done = cases.run(engine, [cases.request(p, cases.NEW_TOKENS) for p in c.prompts])
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
 
 
 @pytest.mark.parametrize(

@@ -367,20 +367,21 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(array, tensors[tensor])
 
 
-def test_output_is_that_of_plain_decoding(tmp_path: Path) -> None:
-    c = cases.case("31b")
-    for name in ("speculators-gated-from-the-anchor", "deepspec-gemma"):
-        layout = LAYOUTS[name]
-        config = layout.config
-        if "aux_hidden_state_layer_ids" in config:
-            config = config | {"aux_hidden_state_layer_ids": [2, 1, 2]}
-        else:
-            config = config | {"target_layer_ids": [1, 0, 1], "num_target_layers": 3}
-        directory = hf_drafter.write(tmp_path / name, config, tensors_of(layout))
-        drafter = load_drafter(str(directory), dtype="float32")
-        engine = cases.engine_of(c.target, drafter, batch_size=4, cache_length=64)
-        done = cases.run(engine, [cases.request(p, cases.NEW_TOKENS) for p in c.prompts])
-        assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+@pytest.mark.parametrize(
+    "name", ["speculators-gated-from-the-anchor", *cases.slow("deepspec-gemma")]
+)
+def test_output_is_that_of_plain_decoding(tmp_path: Path, name: str) -> None:
+    c, layout = cases.case("31b"), LAYOUTS[name]
+    config = layout.config
+    if "aux_hidden_state_layer_ids" in config:
+        config = config | {"aux_hidden_state_layer_ids": [2, 1, 2]}
+    else:
+        config = config | {"target_layer_ids": [1, 0, 1], "num_target_layers": 3}
+    directory = hf_drafter.write(tmp_path / name, config, tensors_of(layout))
+    drafter = load_drafter(str(directory), dtype="float32")
+    engine = cases.engine_of(c.target, drafter, batch_size=4, cache_length=64)
+    done = cases.run(engine, [cases.request(p, cases.NEW_TOKENS) for p in c.prompts])
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -63,18 +63,25 @@ def test_absorbing_in_parts_and_into_slots() -> None:
     np.testing.assert_array_equal(state, expected)
 
 
-def test_output_is_that_of_plain_decoding() -> None:
-    c = cases.case("31b")
-    model_def = ModelDef(NGramDrafter, NGramConfig(), "float32")
-    drafter = fakes.loaded(model_def, {})
-    for options in (
-        dict(num_draft_tokens=5),
-        dict(num_draft_tokens=3, tree=Tree(1, 3)),
+@pytest.mark.parametrize(
+    "options",
+    [
         dict(num_draft_tokens=5, draft_sampling=True, verification="block"),
-    ):
-        engine = cases.engine_of(c.target, drafter, batch_size=4, cache_length=64, **options)
-        done = cases.run(engine, [cases.request(p, cases.NEW_TOKENS) for p in c.prompts])
-        assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+        *cases.slow(dict(num_draft_tokens=5), dict(num_draft_tokens=3, tree=Tree(1, 3))),
+    ],
+    ids=["drawn", "chain", "tree"],
+)
+def test_output_is_that_of_plain_decoding(options: dict[str, Any]) -> None:
+    c = cases.case("31b")
+    drafter = fakes.loaded(ModelDef(NGramDrafter, NGramConfig(), "float32"), {})
+    engine = cases.engine_of(c.target, drafter, batch_size=4, cache_length=64, **options)
+    done = cases.run(engine, [cases.request(p, cases.NEW_TOKENS) for p in c.prompts])
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+
+
+def test_trees_that_branch_are_refused() -> None:
+    c = cases.case("31b")
+    drafter = fakes.loaded(ModelDef(NGramDrafter, NGramConfig(), "float32"), {})
     with pytest.raises(FieldError, match="topk 2: this drafter chooses among 1 tokens"):
         cases.engine_of(c.target, drafter, num_draft_tokens=4, tree=Tree(2, 2))
 

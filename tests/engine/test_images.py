@@ -14,7 +14,7 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.entries import ids_of, named
-from jaxspec.engine.request import Request, kind_refusal
+from jaxspec.engine.request import Completion, Request, kind_refusal
 from jaxspec.options import FieldError, Sampling
 from jaxspec.runtime import prefill
 from jaxspec.runtime.prefill import PrefillPlanner, PromptImage
@@ -98,7 +98,7 @@ def test_greedy_continuations_are_those_of_transformers(
     assert len({*sum(plain, ())}) > 8, "a model that repeats itself shows little"
 
 
-@pytest.mark.parametrize("name", ["dflash", "mtp", *slow("oracle")])
+@pytest.mark.parametrize("name", ["mtp", *slow("dflash", "oracle")])
 def test_drafts_change_no_token(both: Both, plain: list[tuple[int, ...]], name: str) -> None:
     sequences = [[*p.ids.tolist(), *t] for p, t in zip(both.prompts, plain, strict=True)]
     engine = engine_of(both.model, both.drafter(name, sequences), **SIZES)
@@ -206,18 +206,26 @@ def test_prompts_that_begin_with_the_same_images_share_them(
         (longer, len(longer.ids) - 1),
     ]
     models = both.model, None if drafter is None else both.drafter(drafter, [])
-    hot = engine_of(*models, prefix_bytes=1 << 20, penalties=True, **SIZES)
-    cold = engine_of(*models, penalties=True, **SIZES)
+    hot, cold = (
+        engine_of(*models, prefix_bytes=1 << 20, penalties=True, **SIZES) for _ in range(2)
+    )
+
+    def without_prefixes(request: Request) -> Completion:
+        cold.target_params = cold.target_params  # empties its store
+        (done,) = run(cold, [request])
+        assert done.cached_tokens == 0
+        return done
+
     for prompt, most in prompts:
         request = dataclasses.replace(request_of(prompt), sampling=Sampling(repetition_penalty=1.2))
-        (done,), (expected,) = run(hot, [request]), run(cold, [request])
+        (done,), expected = run(hot, [request]), without_prefixes(request)
         assert done.token_ids == expected.token_ids
         assert done.acceptance_lengths == expected.acceptance_lengths
         assert done.cached_tokens <= most
         assert done.cached_tokens == most or not any(prompt is x for x in (longer, first))
     together = [request_of(prompt) for prompt, _ in prompts]
-    for done, expected in zip(run(hot, together), run(cold, together), strict=True):
-        assert done.token_ids == expected.token_ids
+    for done, request in zip(run(hot, together), together, strict=True):
+        assert done.token_ids == without_prefixes(request).token_ids
     assert hot.prefix_stats is not None
     assert hot.prefix_stats.hits >= 8
 
