@@ -56,7 +56,15 @@ NAMES = {
     "jaxspec.params": {"Graph": "jaxspec.weights.model_def.ModelDef"},
     "jaxspec.records": {"Extras": "jaxspec.options.ProgramFeatures"},
     "jaxspec.runtime": {"Programs": "jaxspec.runtime.runtime.Programs"},
-    "jaxspec.sharding": {"place_params": "jaxspec.weights.trees.place_params"},
+    "jaxspec.sharding": {
+        "RULES": "jaxspec.mesh.RULES",
+        "constrain": "jaxspec.mesh.constrain",
+        "left_to_xla": "jaxspec.mesh.left_to_xla",
+        "row_parts": "jaxspec.mesh.row_parts",
+        "varying_as": "jaxspec.mesh.varying_as",
+        "whole_rows": "jaxspec.mesh.whole_rows",
+        "place_params": "jaxspec.weights.trees.place_params",
+    },
 }
 """By the module where the name was. The values say where it is now."""
 

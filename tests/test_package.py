@@ -173,7 +173,7 @@ jaxspec.quantised
 jaxspec.text jaxspec.tokenizer
 jaxspec.verify jaxspec.survival
 jaxspec.sampling
-jaxspec.cache
+jaxspec.cache jaxspec.mesh
 jaxspec.configs jaxspec.options
 pallas_kernels checkpoints_convert
 jaxspec.shapes jaxspec.version jaxspec._deprecated jaxspec.jax_settings

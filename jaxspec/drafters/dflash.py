@@ -24,6 +24,7 @@ from jaxspec.configs.base import LayerType
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
 from jaxspec.drafters.selector import Block, Independent, Selector
+from jaxspec.mesh import whole_rows
 from jaxspec.models.attention import (
     KV_WEIGHT_AXES,
     OUT_WEIGHT_AXES,
@@ -45,7 +46,6 @@ from jaxspec.options import Tree
 from jaxspec.sampling import suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.qkv import Destination
 

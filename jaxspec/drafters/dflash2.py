@@ -20,12 +20,12 @@ from jaxspec.configs.dflash2 import DFlash2Config
 from jaxspec.drafters.chain import Choices
 from jaxspec.drafters.dflash import DFlashDrafter, DFlashLayer, DFlashWithHead
 from jaxspec.drafters.selector import Block, Selector
+from jaxspec.mesh import whole_rows
 from jaxspec.models.layers import project, rms_norm
 from jaxspec.models.target import Target
 from jaxspec.models.xla import materialize
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import whole_rows
 
 
 class DFlash2Drafter(DFlashDrafter):

@@ -24,10 +24,10 @@ from jaxspec.drafters.base import Draft, Draws
 from jaxspec.drafters.chain import Choices
 from jaxspec.drafters.dflash import DFlashDrafter, DFlashLayer, DFlashWithHead
 from jaxspec.drafters.selector import Block, Independent, Selector
+from jaxspec.mesh import whole_rows
 from jaxspec.models.layers import project, rms_norm, table_logits
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import whole_rows
 
 
 class DSparkDrafter(DFlashDrafter):

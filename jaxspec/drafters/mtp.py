@@ -30,6 +30,7 @@ from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
 from jaxspec.drafters.chain import Choices, expand_of, walk
 from jaxspec.drafters.tree import grow
+from jaxspec.mesh import whole_rows
 from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend, project_qkv
 from jaxspec.models.layers import (
     GatedMLP,
@@ -47,7 +48,6 @@ from jaxspec.options import Tree
 from jaxspec.quantised.kv import KVStorage
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.common.single_row import repeat_if_single
 from pallas_kernels.norms import NextNorm
 from pallas_kernels.rounding import Rounded, Sums

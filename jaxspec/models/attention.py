@@ -15,14 +15,7 @@ from flax import nnx
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.base import LayerSpec
-from jaxspec.models.layers import rope_cos_sin, rope_frequencies, sums_of
-from jaxspec.models.target import Placement
-from jaxspec.models.xla import in_order
-from jaxspec.quantised import QuantisedArray
-from jaxspec.quantised.kv import KVStorage
-from jaxspec.shapes import Array, DTypeLike, Float, Int
-from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import (
+from jaxspec.mesh import (
     CACHE_AXES,
     ROWS,
     WHOLE,
@@ -32,11 +25,18 @@ from jaxspec.weights.sharding import (
     row_parts,
     whole_rows,
 )
+from jaxspec.models.layers import rope_cos_sin, rope_frequencies, sums_of
+from jaxspec.models.target import Placement
+from jaxspec.models.xla import in_order
+from jaxspec.quantised import QuantisedArray
+from jaxspec.quantised.kv import KVStorage
+from jaxspec.shapes import Array, DTypeLike, Float, Int
+from jaxspec.weights.model_def import param
 from pallas_kernels.attention import attention
 from pallas_kernels.qkv import QKV, Destination, qkv
 from pallas_kernels.rounding import Rounded, Sums
 
-# How axes are named in `sharding.RULES`. X: a key, a value, queries beside them or not.
+# How axes are named in `mesh.RULES`. X: a key, a value, queries beside them or not.
 QUERY_AXES: Any = Axes("batch", None, "kv_heads", "query_groups", None)  # B T K G H
 KV_AXES: Any = Axes("batch", None, "kv_heads", None, None)  # B T K X H
 Q_WEIGHT_AXES = ("inputs", "kv_heads", "query_groups", None)  # D K G H

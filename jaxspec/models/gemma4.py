@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.mesh import whole_rows
 from jaxspec.models.attention import Attention
 from jaxspec.models.layers import (
     GatedMLP,
@@ -32,7 +33,6 @@ from jaxspec.models.target import Caches, LayersOutput, Placement, Target
 from jaxspec.models.xla import forgotten, materialize, traced_once
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.norms import Branch, NextNorm, RouterScale
 
 

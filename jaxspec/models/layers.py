@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxspec.mesh import whole_rows
 from jaxspec.models.xla import multiply_rows, table_left_on_cpu
 from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.common import reference_ops
 from pallas_kernels.common.reference_ops import Activation, contract, gated, gelu_tanh, precision_of
 from pallas_kernels.norms import RoundedNorm

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.mesh import ROWS, WHOLE, Axes, on_each_device, whole_rows
 from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import ROWS, WHOLE, Axes, on_each_device, whole_rows
 from pallas_kernels.experts import add_up, choose, experts, router_logits
 from pallas_kernels.int4_matmul import Codes, Coding
 from pallas_kernels.norms import router_norm

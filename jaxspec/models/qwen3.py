@@ -15,13 +15,13 @@ from flax import nnx
 
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.qwen3 import Qwen3Config
+from jaxspec.mesh import whole_rows
 from jaxspec.models.attention import Attention
 from jaxspec.models.layers import GatedMLP, rms_norm, table_logits
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
 from jaxspec.models.xla import forgotten, traced_once
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.weights.model_def import param
-from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.rounding import values_of
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from flax import struct
 
+from jaxspec.mesh import ROWS, WHOLE, on_each_device
 from jaxspec.shapes import Array, Float
-from jaxspec.weights.sharding import ROWS, WHOLE, on_each_device
 from pallas_kernels.norms import Branch, NextNorm, add_norm, next_norm
 from pallas_kernels.rounding import Rounded, Sums
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jaxspec.mesh import ROWS, Axes, mesh_left_to_xla, on_each_device, partition
 from jaxspec.quantised.format import get_format
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.common.reference_ops import Activation, gated
@@ -28,6 +29,8 @@ class QuantisedArray:
       format: the name of the format, see `format.get_format`.
       shape, dtype: of the weight that it stands for.
       contracting_axes: the axes of `shape` that a product sums over.
+      axes: the names of the axes that a mesh may split, see `mesh.RULES`. `ModelDef.adopt`
+        gives them to a weight without names.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class QuantisedArray:
         shape: tuple[int, ...],
         dtype: Any,
         contracting_axes: tuple[int, ...],
+        axes: tuple[str | None, ...] = (),
     ):
         """Keep the arrays as they are. `quantise` makes them."""
         self.parts = dict(parts)
@@ -45,6 +49,7 @@ class QuantisedArray:
         self.shape = tuple(shape)
         self.dtype = jnp.dtype(dtype)
         self.contracting_axes = contracting_axes
+        self.axes = axes
 
     @property
     def codes(self) -> Any:
@@ -99,7 +104,22 @@ class QuantisedArray:
         """
         if self.rounds_activations or (rounding and get_format(self.format).rounds_activations):
             return self.multiply_rounded(rows, dtype).values(dtype)
-        return get_format(self.format).multiply(rows, self, dtype)
+        names = self._names()
+        inputs, outputs = (
+            [names[i] for i in range(self.ndim) if (i in self.contracting_axes) is contracting]
+            for contracting in (True, False)
+        )
+
+        def run(rows: Array, parts: dict[str, Array]) -> Array:
+            return get_format(self.format).multiply(rows, self._local(parts), dtype)
+
+        return on_each_device(
+            run,
+            (rows, self.parts),
+            (Axes("batch", *inputs), self._names_of_parts()),
+            Axes("batch", *outputs),
+            contracting=Axes(*inputs),
+        )
 
     def multiply_gated(
         self, rows: Float[Array, "R D"], activation: Activation, dtype: Any
@@ -109,9 +129,16 @@ class QuantisedArray:
         Args:
           dtype: of the result.
         """
-        if self.rounds_activations:
+        if self.rounds_activations or self._is_split_by_inputs():
             return gated(self.multiply(rows, dtype), activation)
-        return get_format(self.format).multiply_gated(rows, self, activation, dtype)
+
+        def run(rows: Array, parts: dict[str, Array]) -> Array:
+            return get_format(self.format).multiply_gated(
+                rows, self._local(parts), activation, dtype
+            )
+
+        args, axes = (rows, self.parts), (ROWS, self._names_of_parts())
+        return on_each_device(run, args, axes, Axes("batch", self._names()[-1]))
 
     def multiply_rounded(self, rows: Float[Array, "R *in"] | Rounded, dtype: Any) -> Sums:
         """Multiply rows that are rounded as the format says, at the latest here.
@@ -123,6 +150,48 @@ class QuantisedArray:
             codes, scales = round_rows(rows.reshape(rows.shape[0], -1))
             rows = Rounded(codes.reshape(rows.shape), scales)
         return get_format(self.format).multiply_rounded(rows, self, dtype)
+
+    def _names(self) -> tuple[str | None, ...]:
+        """Return a name, or None, for each axis of the weight, of those that devices may split."""
+        names = [*self.axes, *[None] * (self.ndim - len(self.axes))]
+        last = self.contracting_axes[-1]
+        if self.shape[last] % get_format(self.format).block:
+            names[last] = None
+        return tuple(names)
+
+    def _names_of_parts(self) -> dict[str, Axes]:
+        """Return the names of the axes of each array. Axes of blocks and groups have their weight's."""
+        names, axes = self._names(), get_format(self.format).axes
+        return {
+            part: Axes(
+                *(
+                    None if i is None else names[i]
+                    for i in axes(part, self.ndim, self.contracting_axes)
+                )
+            )
+            for part in self.parts
+        }
+
+    def _local(self, parts: Mapping[str, Array]) -> QuantisedArray:
+        """Return the part of the weight that one device has, given its parts of the arrays."""
+        shape, axes = list(self.shape), get_format(self.format).axes
+        for part, array in parts.items():
+            for size, whole, axis in zip(
+                array.shape,
+                self.parts[part].shape,
+                axes(part, self.ndim, self.contracting_axes),
+                strict=True,
+            ):
+                if axis is not None and size < whole:
+                    shape[axis] = self.shape[axis] * size // whole
+        weight = self.with_parts(parts)
+        weight.shape = tuple(shape)
+        return weight
+
+    def _is_split_by_inputs(self) -> bool:
+        """Return whether the current mesh splits gate and up by what a product sums over."""
+        mesh = mesh_left_to_xla()
+        return mesh is not None and partition(self._names(), self.shape, mesh)[0] is not None
 
     def codes_of_experts(self) -> tuple[Codes, Coding | None]:
         """Return the arrays as `pallas_kernels.experts` takes them."""
@@ -139,18 +208,22 @@ class QuantisedArray:
         return get_format(self.format).rows(self, ids)
 
     def has_type_of(self, other: QuantisedArray) -> bool:
-        """Return whether both have one format, shape, dtype and contracting axes."""
-        return (self.format, self.shape, self.dtype, self.contracting_axes) == (
+        """Return whether both have one format, shape, dtype, and axes of one meaning."""
+        return (self.format, self.shape, self.dtype, self.contracting_axes, self.axes) == (
             other.format,
             other.shape,
             other.dtype,
             other.contracting_axes,
+            other.axes,
         )
 
     def with_parts(self, parts: Mapping[str, Any]) -> QuantisedArray:
         """Return a weight of the same format and shape with other arrays."""
         about: dict[str, Any] = dict(
-            shape=self.shape, dtype=self.dtype, contracting_axes=self.contracting_axes
+            shape=self.shape,
+            dtype=self.dtype,
+            contracting_axes=self.contracting_axes,
+            axes=self.axes,
         )
         return QuantisedArray(parts, format=self.format, **about)
 
@@ -164,7 +237,7 @@ class QuantisedArray:
 jax.tree_util.register_dataclass(
     QuantisedArray,
     data_fields=["parts"],
-    meta_fields=["format", "shape", "dtype", "contracting_axes"],
+    meta_fields=["format", "shape", "dtype", "contracting_axes", "axes"],
 )
 
 

@@ -46,6 +46,7 @@ class Format(abc.ABC):
       title: its description in listings.
       on_load: whether weights can be quantised to it while they are loaded.
       least_capability: the compute capability that an NVIDIA GPU must have for it.
+      block: inputs that are stored together. Devices have whole blocks.
       rounds_activations: whether linears multiply 8-bit floats with activations rounded to such.
     """
 
@@ -54,6 +55,7 @@ class Format(abc.ABC):
     on_load: bool = True
     least_capability: float
     rounds_activations: bool = False
+    block: int = 1
 
     @abc.abstractmethod
     def parts(

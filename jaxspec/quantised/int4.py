@@ -78,6 +78,7 @@ class Grouped(Format):
         self.name, self.title, self.on_load = name, title, on_load
         self.coding, self.scales_dtype = coding, jnp.dtype(scales)
         self.zeros, self.factors = zeros, factors
+        self.block = max(BLOCK, coding.group)
 
     def parts(
         self, shape: Shape, contracting_axes: tuple[int, ...]

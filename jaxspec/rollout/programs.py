@@ -17,6 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.jax_settings import check_jax_settings
+from jaxspec.mesh import left_to_xla
 from jaxspec.rollout import refill, rollout
 from jaxspec.rollout.batch import GenerateResult
 from jaxspec.rollout.rollout import RolloutInputs, RolloutPlan
@@ -25,7 +26,6 @@ from jaxspec.runtime.programs import options_of_loops
 from jaxspec.shapes import Array, Params
 from jaxspec.state import DecodeState
 from jaxspec.text.grammars.automaton import Automaton
-from jaxspec.weights.sharding import left_to_xla
 from jaxspec.weights.trees import constrain_params
 
 

@@ -34,6 +34,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspec import decode
+from jaxspec.mesh import row_parts, varying_as
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.rollout.rollout import (
     RolloutInputs,
@@ -47,7 +48,6 @@ from jaxspec.rollout.rollout import (
 from jaxspec.row_subset import take_rows
 from jaxspec.shapes import Array, Bool, Int, Params
 from jaxspec.state import DecodeState
-from jaxspec.weights.sharding import row_parts, varying_as
 
 Carry = tuple[DecodeState, Int[Array, " B"], GenerateResult]
 """The state of the slots, the row of each slot or R for none, and the result of finished rows."""

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.mesh import varying_as
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Past, Prompts
 from jaxspec.runtime.prefill import prefill_prompts
 from jaxspec.runtime.runtime import cache_length_for
@@ -25,7 +26,6 @@ from jaxspec.sampling import SamplingParams, make_key
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.text.grammars.automaton import FREE, Automaton, state_after
-from jaxspec.weights.sharding import varying_as
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from jax.typing import ArrayLike
 
 from jaxspec._deprecated import renamed_keywords
 from jaxspec.engine.request import num_kept_tokens
+from jaxspec.mesh import partition
 from jaxspec.options import (
     Drafting,
     FieldError,
@@ -51,7 +52,7 @@ from jaxspec.text.grammars import Grammar
 from jaxspec.text.grammars.automaton import Automaton
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.sharding import fetch, mesh_of, on_decoding_mesh, partition, place, place_rows
+from jaxspec.weights.sharding import fetch, mesh_of, on_decoding_mesh, place, place_rows
 from jaxspec.weights.trees import KnownParams, accept_params
 
 T = TypeVar("T")

@@ -26,11 +26,11 @@ from jaxspec.drafters.dflash2 import Candidates, CandidateSelector
 from jaxspec.drafters.dspark import MarkovSelector
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
 from jaxspec.drafters.selector import Block, Independent, Selector
+from jaxspec.mesh import whole_rows
 from jaxspec.models.target import Target, placement_of
 from jaxspec.quantised.kv import KVStorage
 from jaxspec.sampling import suppress
 from jaxspec.shapes import Array, Bool, Float, Int
-from jaxspec.weights.sharding import whole_rows
 
 
 class Reading(struct.PyTreeNode):

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.mesh import partition
 from jaxspec.quantised import QuantisedArray, get_format
 from jaxspec.quantised.array import named_arrays, quantiser
 from jaxspec.quantised.kv import KVFormat
 from jaxspec.sampling import make_key
 from jaxspec.shapes import Array, Params
-from jaxspec.weights.sharding import partition
 
 
 def param(
@@ -45,7 +45,7 @@ def param(
 
     Args:
       fan_in: the number of inputs of a matrix. None marks norms and scales.
-      axes: names of the axes that a mesh may split, see `sharding.RULES`. A weight without named
+      axes: names of the axes that a mesh may split, see `mesh.RULES`. A weight without named
         axes is whole on every device. "experts" also says that a token uses only a few entries of
         the axis.
       lookup: whether the weight is a table of which a pass reads only the rows of its tokens. False
@@ -401,7 +401,10 @@ def _abstract_params(model_def: ModelDef) -> dict[str, jax.ShapeDtypeStruct | Qu
             contracting_axes = v.get_metadata()["contracting_axes"]
             parts = get_format(formats[name]).parts(v.shape, contracting_axes)
             about: dict[str, Any] = dict(
-                shape=v.shape, dtype=v.dtype, contracting_axes=contracting_axes
+                shape=v.shape,
+                dtype=v.dtype,
+                contracting_axes=contracting_axes,
+                axes=v.get_metadata().get("axes", ()),
             )
             weights[name] = QuantisedArray(parts, format=formats[name], **about)
     return weights

@@ -16,11 +16,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspec._deprecated import renamed_keywords
+from jaxspec.mesh import mesh_left_to_xla
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import named_arrays
 from jaxspec.shapes import Params
 from jaxspec.weights.model_def import ModelDef, cast_params, listed
-from jaxspec.weights.sharding import decoding_mesh, mesh_left_to_xla
+from jaxspec.weights.sharding import decoding_mesh
 
 
 def flat_params(params: Any, model_def: ModelDef | None = None) -> Params:

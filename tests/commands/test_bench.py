@@ -39,6 +39,7 @@ from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.mesh import MESH_AXES
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import Drafting, ProgramFeatures, Sampling, Tree
 from jaxspec.runtime import memory
@@ -48,7 +49,7 @@ from jaxspec.state import DecodeSpec
 from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.define import formats_for, random_drafter
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.sharding import MESH_AXES, make_mesh
+from jaxspec.weights.sharding import make_mesh
 from tests import tiny
 
 H200 = Ceiling(bytes_per_s=3.85e12, flops_per_s=790e12)

@@ -34,6 +34,7 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.qwen3 import PRESETS
+from jaxspec.mesh import MESH_AXES
 from jaxspec.options import Drafting
 from jaxspec.runtime import memory
 from jaxspec.shapes import Params
@@ -42,7 +43,7 @@ from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.conversion import write_weights
 from jaxspec.weights.define import model_def_of, random_drafter
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.sharding import MESH_AXES, make_mesh
+from jaxspec.weights.sharding import make_mesh
 from tests import tiny, tiny_qwen3
 from tests.cases import target
 from tests.decode.test_qwen3 import b16

@@ -19,6 +19,7 @@ from jaxspec.commands.bench import trace
 from jaxspec.commands.cli import app
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
+from jaxspec.mesh import MESH_AXES
 from jaxspec.options import Drafting
 from jaxspec.registry import presets
 from jaxspec.runtime import memory
@@ -28,7 +29,7 @@ from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.conversion import convert, to_hf
 from jaxspec.weights.define import model_def_of, random_drafter, with_kv_dtype
 from jaxspec.weights.host_memory import AvailableMemory, available_memory
-from jaxspec.weights.sharding import MESH_AXES, make_mesh
+from jaxspec.weights.sharding import make_mesh
 from tests.cases import case
 from tests.checkpoints_convert import hf_layout
 

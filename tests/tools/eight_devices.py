@@ -16,6 +16,7 @@ and sets the number of devices.
     turns                           rows that take turns, on a mesh and inside jitted functions
     training_meshes                 weights on meshes as training programs make them
     moved                           weights from a training mesh to one for decoding
+    products:FORMAT                 multiply by quantised weights that are split in all ways
     control                         a product that has to gather its weight
     two:PORT:PROCESS:DATA:MODEL     decode on two processes with four devices each
 """
@@ -43,9 +44,9 @@ from jaxspec import cache
 from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
 from jaxspec.models import attention, moe, residual
-from jaxspec.models.layers import project
+from jaxspec.models.layers import project, project_gated, table_logits
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
-from jaxspec.quantised.array import named_arrays
+from jaxspec.quantised.array import named_arrays, quantise
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.runtime import prefill
@@ -570,6 +571,37 @@ def control() -> dict[str, Any]:
     return found
 
 
+def products(format: str) -> dict[str, float]:
+    """Return by how much products on a mesh differ from those on one device, in shares of the largest."""
+    rng, found = np.random.default_rng(0), {}
+
+    def normal(*shape: int) -> Array:
+        return jax.numpy.asarray(rng.normal(size=shape), np.float32)
+
+    def gated(x: Array, weight: Any) -> Array:
+        return project_gated(x, weight, "gelu_tanh")
+
+    heads, queries = attention.KV_WEIGHT_AXES, attention.OUT_WEIGHT_AXES
+    for name, shape, contracting, axes, product in (
+        ("outputs", (128, 8, 3, 32), (0,), heads, project),
+        ("heads", (8, 2, 64, 128), (0, 1, 2), queries, functools.partial(project, inputs=3)),
+        ("groups", (2, 4, 64, 128), (0, 1, 2), queries, functools.partial(project, inputs=3)),
+        ("inputs", (512, 128), (0,), ("mlp", None), project),
+        ("blocks that end within a part", (96, 128), (0,), ("mlp", None), project),
+        ("gate and up", (128, 2, 256), (0,), ("inputs", None, "mlp"), gated),
+        ("gate and up by inputs", (256, 2, 46), (0,), ("inputs", None, "mlp"), gated),
+        ("table", (512, 128), (1,), ("vocab", None), table_logits),
+    ):
+        weight = quantise(normal(*shape), format, contracting)
+        weight.axes = axes
+        x = normal(4, 2, *(shape[i] for i in contracting))
+        expected = jax.jit(product)(x, weight)
+        with jax.set_mesh(make_mesh(data=2, model=4)):
+            apart = abs(np.asarray(jax.jit(product)(x, weight)) - expected)
+        found[name] = float(apart.max() / abs(expected).max())
+    return found
+
+
 def two(port: str, process: str, data: str, model: str) -> dict[str, Any]:
     """Decode on the devices of two processes; the other one runs this as well."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -606,6 +638,7 @@ def main() -> None:
             turns,
             training_meshes,
             moved,
+            products,
             control,
             two,
         )

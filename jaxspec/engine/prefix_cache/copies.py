@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec import state as states
 from jaxspec.cache import NO_PAGE, KVCache, Paging, caches_of, pages_for
 from jaxspec.engine.slots import Slots
+from jaxspec.mesh import partition
 from jaxspec.options import FieldError
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.shapes import Array, Int
 from jaxspec.state import DecodeSpec, DecodeState
-from jaxspec.weights.sharding import partition
 
 PAGES_A_COPY = 8
 """Most pages of a row that move to host memory and back in one call. A call of each page and array took 5 ms a page
