@@ -42,6 +42,10 @@ MODULES = {
 
 NAMES = {
     "jaxspec": {"Extras": "jaxspec.options.ProgramFeatures"},
+    "jaxspec.decode": {
+        name: f"jaxspec.decode_loop.{name}"
+        for name in ("decode_loop", "plain_steps", "survival_step", "Carry", "PLAIN_STEPS")
+    },
     "jaxspec.engine": {
         "Completion": "jaxspec.engine.request.Completion",
         "Engine": "jaxspec.engine.engine.Engine",

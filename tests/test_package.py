@@ -162,6 +162,7 @@ jaxspec.serving jaxspec.training
 jaxspec.api jaxspec.plots
 jaxspec.engine jaxspec.rollout
 jaxspec.runtime
+jaxspec.decode_loop
 jaxspec.decode jaxspec.row_subset jaxspec.constraint
 jaxspec.state
 jaxspec.drafters

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.decode_loop import decode_loop
 from jaxspec.jax_settings import check_jax_settings
 from jaxspec.mesh import left_to_xla
 from jaxspec.rollout import refill, rollout
@@ -151,7 +151,7 @@ def advance(
 ) -> DecodeState:
     """Run some decode steps."""
     models = target_params, drafter_params
-    return decode.decode_loop(plan.spec, *models, state, steps, grammar=grammar)
+    return decode_loop(plan.spec, *models, state, steps, grammar=grammar)
 
 
 _FUNCTIONS: dict[str, tuple[Any, tuple[int, ...]]] = {

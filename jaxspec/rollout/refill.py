@@ -7,7 +7,7 @@ takes the next row:
     fork      the group's rows choose their first tokens        `rollout.fork`, likewise
     store     results of the finished rows of free slots        at the rows' indices in the result
     insert    the group into these slots                        every array of a slot is replaced
-    decode    until the next group has slots                    `decode.decode_loop`
+    decode    until the next group has slots                    `decode_loop`
 
 A group is an eighth of the slots. A pass reads all weights, for one row as for many, so rows do not
 come one by one. While a group waits, half of its slots are idle on average. Groups of one size have
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxspec import decode
+from jaxspec.decode_loop import decode_loop
 from jaxspec.mesh import row_parts, varying_as
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.rollout.rollout import (
@@ -98,7 +98,7 @@ def generate(
         until = jnp.where(waiting > 0, slots - waiting, 0)
         steps = jnp.int32(plan.max_new_tokens)  # by then no row is active
         state, owners, result = carry
-        state = decode.decode_loop(plan.spec, *models, state, steps, until, grammar=inputs.grammar)
+        state = decode_loop(plan.spec, *models, state, steps, until, grammar=inputs.grammar)
         return state, owners, result
 
     state = empty_state(plan, mesh, *models, inputs, slots)

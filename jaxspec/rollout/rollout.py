@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.decode_loop import decode_loop
 from jaxspec.mesh import varying_as
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Past, Prompts
 from jaxspec.runtime.prefill import prefill_prompts
@@ -113,7 +114,7 @@ def generate(
     """Generate rows: prefill, and decode until all have finished."""
     state = prefill(plan, mesh, target_params, drafter_params, inputs)
     steps = jnp.int32(plan.max_new_tokens)
-    state = decode.decode_loop(
+    state = decode_loop(
         plan.spec, target_params, drafter_params, state, steps, grammar=inputs.grammar
     )
     return result_of(plan, state, inputs.prompts.past)

@@ -32,6 +32,7 @@ from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.cache import HostTables, Paging, caches_of
 from jaxspec.configs.gemma4_vision import IMAGE_TOKENS, Gemma4VisionConfig
+from jaxspec.decode_loop import decode_loop
 from jaxspec.drafters.tree import settle_num_draft_tokens
 from jaxspec.models.target import ImageTokens
 from jaxspec.options import VALUES, Drafting, FieldError, ProgramFeatures, Sampling
@@ -179,7 +180,7 @@ def padded_to_a_budget(image: ImagePatches, vision: ModelDef) -> tuple[np.ndarra
 _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
     "admit": _admit,
     "prefill": decode.prefill,
-    "decode": decode.decode_loop,
+    "decode": decode_loop,
     "retire": states.retire,
     "clear": states.clear,
 }

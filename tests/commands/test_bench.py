@@ -37,6 +37,7 @@ from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
+from jaxspec.decode_loop import decode_loop
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.mesh import MESH_AXES
@@ -553,7 +554,7 @@ def test_released_shapes_can_be_measured(
         state = decode.prefill(spec, *weights, state, chunk)
         steps, block = jnp.int32(4), (state, jnp.zeros((8, spec.step_tokens), jnp.int32))
         return [
-            (decode.decode_loop(spec, *weights, state, steps), block[1]),
+            (decode_loop(spec, *weights, state, steps), block[1]),
             profile.draft_loop(spec, *weights, block, steps),
             profile.verify_loop(spec, *weights, block, steps),
         ]

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.decode_loop import decode_loop
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
@@ -67,7 +68,7 @@ def rollout(
 
 _admit: Any = jax.jit(states.admit)
 _prefill: Any = jax.jit(decode.prefill, static_argnums=0)
-_decode: Any = jax.jit(decode.decode_loop, static_argnums=0)
+_decode: Any = jax.jit(decode_loop, static_argnums=0)
 
 
 def num_programs() -> int:

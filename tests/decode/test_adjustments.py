@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.decode_loop import decode_loop
 from jaxspec.options import Drafting, ProgramFeatures, Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array
@@ -265,9 +265,7 @@ def test_penalties_and_biases_go_alone(options: dict[str, Any]) -> None:
         )
     )
     assert (state.counts is not None) == spec.program_features.penalties
-    after = jax.eval_shape(
-        functools.partial(decode.decode_loop, spec), *weights, state, jnp.int32(1)
-    )
+    after = jax.eval_shape(functools.partial(decode_loop, spec), *weights, state, jnp.int32(1))
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
 
 
@@ -300,7 +298,7 @@ def test_drafters_that_cannot_draw_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"draft_sampling .* LookupDrafter .* leave draft_sampling"
     ):
-        jax.eval_shape(functools.partial(decode.decode_loop, spec), *weights, state, jnp.int32(1))
+        jax.eval_shape(functools.partial(decode_loop, spec), *weights, state, jnp.int32(1))
 
 
 @pytest.mark.parametrize(

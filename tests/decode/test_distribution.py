@@ -27,6 +27,7 @@ from jaxspec.configs.dflash2 import DFlash2Config
 from jaxspec.configs.dspark import DSparkConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.ngram import NGramConfig
+from jaxspec.decode_loop import decode_loop
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.dflash2 import DFlash2Drafter
 from jaxspec.drafters.dspark import DSparkDrafter
@@ -459,7 +460,7 @@ def first_branch_for_all(logits, draft, parents, sampling, keys, steps, *, depth
 
 def forget_the_right_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     known = cases.PROGRAMS.compiled
-    others = {key: f for key, f in known.items() if key[0] is not decode.decode_loop}
+    others = {key: f for key, f in known.items() if key[0] is not decode_loop}
     monkeypatch.setattr(cases.PROGRAMS, "compiled", others)
 
 

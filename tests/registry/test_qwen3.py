@@ -34,6 +34,7 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.qwen3 import PRESETS
+from jaxspec.decode_loop import decode_loop
 from jaxspec.mesh import MESH_AXES
 from jaxspec.options import Drafting
 from jaxspec.runtime import memory
@@ -183,7 +184,7 @@ def test_the_released_shape_of_8b_can_be_measured(monkeypatch: pytest.MonkeyPatc
         state = decode.prefill(spec, *weights, state, chunk)
         steps, block = jnp.int32(4), (state, jnp.zeros((1, spec.step_tokens), jnp.int32))
         return [
-            (decode.decode_loop(spec, *weights, state, steps), block[1]),
+            (decode_loop(spec, *weights, state, steps), block[1]),
             profile.draft_loop(spec, *weights, block, steps),
             profile.verify_loop(spec, *weights, block, steps),
         ]

@@ -28,6 +28,7 @@ from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.gemma4_vision import PRESETS as VISION_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
+from jaxspec.decode_loop import decode_loop
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.engine.prefix_cache.copies import PAGES_A_COPY, copy_pages, lift_pages, lower_pages
@@ -133,7 +134,7 @@ def compile_loop(
     if spec.widths:
         costs = jax.ShapeDtypeStruct((len(spec.widths),), jnp.float32)
         args += (jax.ShapeDtypeStruct((), jnp.int32), None, None, None, costs)
-    loop = functools.partial(decode.decode_loop, spec)
+    loop = functools.partial(decode_loop, spec)
     options: dict[str, Any] = dict(donate_argnums=2, compiler_options=COMPILER_OPTIONS)
     return chip.compile(loop, *args, **options), state
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.decode_loop import decode_loop
 from jaxspec.engine.engine import Engine, Request
 from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
 from jaxspec.options import Drafting, ProgramFeatures, Tree
@@ -242,7 +242,7 @@ def test_counts_alias_and_are_not_copied_in_the_loop():
         spec, 16, cache_length=61, num_stop_ids=4, cache_dtype=jnp.dtype("float32")
     )
     assert state.counts is not None
-    loop = jax.jit(functools.partial(decode.decode_loop, spec), donate_argnums=2)
+    loop = jax.jit(functools.partial(decode_loop, spec), donate_argnums=2)
     weights = loaded.params, drafter.params
     program = loop.lower(*weights, state, jnp.int32(3)).compile()
     memory, kept = program.memory_analysis(), (state.caches, state.drafter, state.counts)
@@ -259,7 +259,7 @@ def test_a_plain_step_of_one_row_copies_no_cache():
     state = states.init_state(
         spec, 1, cache_length=61, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )
-    loop = jax.jit(functools.partial(decode.decode_loop, spec), donate_argnums=2)
+    loop = jax.jit(functools.partial(decode_loop, spec), donate_argnums=2)
     program = loop.lower(loaded.params, None, state, jnp.int32(3)).compile()
     assert copied(program.as_text(), jax.tree.leaves(state.caches), "all") == []
 
@@ -312,7 +312,7 @@ def test_a_state_made_for_fewer_draft_tokens_is_refused():
     more = dataclasses.replace(engine.spec, drafting=Drafting(6))
     with pytest.raises(ValueError, match=r"num_draft_tokens is 6.*at most num_draft_tokens=3"):
         jax.eval_shape(
-            functools.partial(decode.decode_loop, more),
+            functools.partial(decode_loop, more),
             engine.target_params,
             engine.drafter_params,
             state,
