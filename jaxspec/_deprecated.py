@@ -36,7 +36,9 @@ MODULES = {
     "jaxspec.serving.handles": "jaxspec.serving.handle",
     "jaxspec.sharding": "jaxspec.weights.sharding",
     "jaxspec.storage": "jaxspec.weights",
+    "jaxspec.storage.acceptance": "jaxspec.weights.measured_acceptance",
     "jaxspec.trees": "jaxspec.weights.trees",
+    "jaxspec.weights.acceptance": "jaxspec.weights.measured_acceptance",
 }
 """Submodules follow their package."""
 

@@ -355,8 +355,7 @@ class Scheduler:
         elif not runtime.read_ahead and self.waiting and not self._planner.pending:
             until_active = max(0, active + len(slots.free) - self._min_free_slots)
         is_between_passes = bool(self._planner.pending) and self._is_past_limit()
-        defers = not is_between_passes and self._should_defer(most_steps)
-        if self._planner.pending and defers:
+        if self._planner.pending and not is_between_passes and self._should_defer(most_steps):
             self._deferred_steps += max_steps
         self._prefill_tokens, self._is_busy = 0, True
         requests = [row.request for slot in self.running if (row := slots.rows[slot])]

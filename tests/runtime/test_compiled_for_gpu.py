@@ -263,14 +263,20 @@ def test_a_loop_over_a_few_of_many_slots_copies_no_cache(
         assert moves_of_caches(hlo, [cache for cache in state.caches if cache is not None]) == []
 
 
-@pytest.mark.parametrize(("preset", "drafts"), [("31b", "chain"), ("26b-a4b", "mtp")])
-def test_pages_of_prefixes_are_copied_within_the_caches(preset: str, drafts: str) -> None:
-    """The program that gives rows copies of pages writes into the caches, and writes nothing else of their size."""
+def state_in_pages(preset: str, drafts: str) -> tuple[Any, list[Any]]:
+    """Return an abstract state of 32 rows in pages, and its caches."""
     spec = small(preset, drafts)
     options: dict[str, Any] = dict(cache_length=2048, num_stop_ids=4)
     options |= dict(cache_dtype=spec.target.cache_dtype, paging=Paging(32, 16 * 2048))
     state = jax.eval_shape(lambda: states.init_state(spec, 32, **options))
     caches = caches_of((state.caches, state.drafter))
+    return state, caches
+
+
+@pytest.mark.parametrize(("preset", "drafts"), [("31b", "chain"), ("26b-a4b", "mtp")])
+def test_pages_of_prefixes_are_copied_within_the_caches(preset: str, drafts: str) -> None:
+    """The program that gives rows copies of pages writes into the caches, and writes nothing else of their size."""
+    state, caches = state_in_pages(preset, drafts)
     pairs = {}
     for cache in caches:
         count = 1 if cache.ring_slack is None else pages_for(cache.num_slots)
@@ -288,11 +294,7 @@ def test_pages_of_prefixes_are_copied_within_the_caches(preset: str, drafts: str
 @pytest.mark.parametrize(("preset", "drafts"), [("31b", "chain"), ("26b-a4b", "mtp")])
 def test_pages_come_back_from_host_memory_within_the_caches(preset: str, drafts: str) -> None:
     """Pages of all caches of one shape move as one array, and nothing else of their size is written."""
-    spec = small(preset, drafts)
-    options: dict[str, Any] = dict(cache_length=2048, num_stop_ids=4)
-    options |= dict(cache_dtype=spec.target.cache_dtype, paging=Paging(32, 16 * 2048))
-    state = jax.eval_shape(lambda: states.init_state(spec, 32, **options))
-    caches = caches_of((state.caches, state.drafter))
+    state, caches = state_in_pages(preset, drafts)
     for slots in {c.num_slots for c in caches}:
         pages = {slots: jax.ShapeDtypeStruct((PAGES_A_COPY,), jnp.int32)}
         copies = jax.eval_shape(lift_pages, state, pages)

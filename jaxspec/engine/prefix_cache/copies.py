@@ -118,8 +118,7 @@ def lift_pages(state: DecodeState, pages: dict[int, Int[Array, " N"]]) -> list[A
       pages: their numbers, by the slots of a row. Numbers beyond the last count as the last.
     """
     (slots, numbers), *_ = pages.items()
-    caches = caches_of((state.caches, state.drafter))
-    arrays = [x for c in caches if c.row_slots == slots for x in (c.k, c.v)]
+    arrays = _arrays(state, slots)
     return [
         jnp.stack([arrays[i].at[numbers].get(mode="clip") for i in alike])
         for alike in _alike(arrays)
@@ -131,19 +130,11 @@ def lower_pages(
 ) -> DecodeState:
     """Write such contents into pages. No number may be there twice; those beyond the last are left out."""
     (slots, numbers), *_ = pages.items()
-    caches = caches_of((state.caches, state.drafter))
-    arrays = [x for c in caches if c.row_slots == slots for x in (c.k, c.v)]
-    parts = {
-        i: part
-        for alike, copy in zip(_alike(arrays), copies, strict=True)
-        for i, part in zip(alike, copy, strict=True)
-    }
-    new = iter(
-        [
-            x.at[numbers].set(parts[i], mode="drop", unique_indices=True)
-            for i, x in enumerate(arrays)
-        ]
-    )
+    arrays = _arrays(state, slots)
+    for alike, copy in zip(_alike(arrays), copies, strict=True):
+        for i, part in zip(alike, copy, strict=True):
+            arrays[i] = arrays[i].at[numbers].set(part, mode="drop", unique_indices=True)
+    new = iter(arrays)
 
     def one(x: Any) -> Any:
         if not _is_cache(x) or x.row_slots != slots:
@@ -152,6 +143,12 @@ def lower_pages(
 
     caches, drafter = jax.tree.map(one, (state.caches, state.drafter), is_leaf=_is_cache)
     return state.replace(caches=caches, drafter=drafter)
+
+
+def _arrays(state: DecodeState, slots: int) -> list[Array]:
+    """Return keys and values of all caches whose rows have so many slots."""
+    caches = caches_of((state.caches, state.drafter))
+    return [x for c in caches if c.row_slots == slots for x in (c.k, c.v)]
 
 
 def _alike(arrays: Sequence[Array]) -> list[list[int]]:
