@@ -430,6 +430,31 @@ def test_kernels_and_round_trips_of_a_loop() -> None:
         profile.loop_counts(A_LOOP.replace("while(", "call("))
 
 
+A_MESH_LOOP = """HloModule m
+
+%body (p.3: (s32[], bf16[8,512])) -> (s32[], bf16[8,512]) {
+  %p.3 = (s32[], bf16[8,512]{1,0}) parameter(0)
+  %a.3 = bf16[8,512]{1,0} all-reduce(%p.3), to_apply=%add
+  %s.3 = ((bf16[8,512]{1,0}), bf16[8,512]{1,0}) all-reduce-start(%a.3), to_apply=%add
+  %d.3 = bf16[8,512]{1,0} all-reduce-done(%s.3)
+  %c.3 = (s8[4]{0}, s8[4]{0}, u32[], u32[]) collective-permute-start(%d.3)
+  %e.3 = s8[4]{0} collective-permute-done(%c.3)
+  %g.3 = (f32[2,4]{1,0}, pred[16]{0}) all-gather(%e.3), dimensions={0}
+  ROOT %t.3 = (s32[], bf16[8,512]{1,0}) tuple(%g.3, %d.3)
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = (s32[], bf16[8,512]{1,0}) parameter(0)
+  ROOT %w = (s32[], bf16[8,512]{1,0}) while(%p), condition=%cond, body=%body
+}
+"""
+
+
+def test_exchanges_between_devices_are_counted_with_their_bytes() -> None:
+    counts = profile.loop_counts(A_MESH_LOOP)
+    assert counts == profile.LoopCounts(4, 1, 4, 2 * 8 * 512 * 2 + 4 + 2 * 4 * 4 + 16)
+
+
 def test_rows_sample_as_asked_and_the_report_says_so() -> None:
     asked = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.1)
     program_features = ProgramFeatures.wanted_by([asked])

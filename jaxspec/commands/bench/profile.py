@@ -8,9 +8,10 @@ skip it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -123,13 +124,18 @@ class LoopCounts:
       kernels: fusions, library calls, custom kernels, copies; a library call counts once.
       host_round_trips: loop conditions that the host of a GPU reads: the loop's own, and those of
         inner loops without a fixed number of rounds (once each).
+      collectives: operations in which the devices of a mesh exchange data.
+      collective_bytes: of their results, on one device.
     """
 
     kernels: int
     host_round_trips: int
+    collectives: int = 0
+    collective_bytes: int = 0
 
 
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.*?)\s([a-z][a-z0-9-]*)\((.*)$")
+_COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"}
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 _NO_KERNEL |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "domain"}
 
@@ -143,36 +149,38 @@ def loop_counts(hlo: str, *, sampled: bool = False) -> LoopCounts:
     Raises:
       ValueError: it has no loop.
     """
-    bodies: dict[str, list[tuple[str, str]]] = {}
+    bodies: dict[str, list[tuple[str, str, str]]] = {}
     entry = ""
     for block in re.split(r"\n(?=\S)", hlo):
         header = re.match(r"(ENTRY )?%?([\w.-]+) ", block)
         if header:
             matches = map(_INSTRUCTION.match, block.splitlines()[1:])
-            bodies[header[2]] = [(m[1], m[2]) for m in matches if m]
+            bodies[header[2]] = [(m[1], m[2], m[3]) for m in matches if m]
             entry = header[2] if header[1] else entry
-    loops = [_called(rest, "body") for op, rest in bodies.get(entry, []) if op == "while"]
+    loops = [_called(rest, "body") for _, op, rest in bodies.get(entry, []) if op == "while"]
     if not loops:
         raise ValueError("the program has no loop")
     rounds = [_counts(bodies, body, max if sampled else min) for body in loops]
     largest = max(rounds, key=lambda counts: counts.kernels)
-    return LoopCounts(largest.kernels, largest.host_round_trips + 1)
+    return replace(largest, host_round_trips=largest.host_round_trips + 1)
 
 
 def _counts(
-    bodies: Mapping[str, list[tuple[str, str]]], name: str, choose: Callable[..., LoopCounts]
+    bodies: Mapping[str, list[tuple[str, str, str]]], name: str, choose: Callable[..., LoopCounts]
 ) -> LoopCounts:
-    kernels = round_trips = 0
-    for op, rest in bodies.get(name, []):
+    sums = [0] * len(fields(LoopCounts))
+    for shape, op, rest in bodies.get(name, []):
         if op in _NO_KERNEL or op.endswith(("-done", "-update")):
             continue
         times, inner = 1, [LoopCounts(1, 0)]
+        if op.removesuffix("-start") in _COLLECTIVES:
+            inner = [LoopCounts(1, 0, 1, _result_bytes(shape, started=op.endswith("-start")))]
         if op == "while":
             inner = [_counts(bodies, _called(rest, "body"), choose)]
             if known := re.search(r'known_trip_count":\{"n":"(\d+)"', rest):
                 times = int(known[1])
             else:
-                round_trips += 1
+                inner = [replace(i, host_round_trips=i.host_round_trips + 1) for i in inner]
         elif op == "conditional":
             branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
             names = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
@@ -181,9 +189,23 @@ def _counts(
         elif op in ("call", "async-start"):
             inner = [_counts(bodies, _called(rest, "to_apply|calls"), choose)]
         chosen = choose(inner, key=lambda counts: counts.kernels)
-        kernels += times * chosen.kernels
-        round_trips += times * chosen.host_round_trips
-    return LoopCounts(kernels, round_trips)
+        sums = [old + times * new for old, new in zip(sums, astuple(chosen), strict=True)]
+    return LoopCounts(*sums)
+
+
+def _result_bytes(shape: str, *, started: bool) -> int:
+    """Return the bytes of an instruction's result.
+
+    Args:
+      started: the shape is of an operation's start: its arguments, then its results.
+    """
+    sizes = []
+    if started:
+        shape = re.sub(r"\bu32\[\]", "", shape)  # what XLA's start of a permutation keeps
+    for dtype, dims in re.findall(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]", shape):
+        bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
+        sizes.append(math.prod(int(n) for n in dims.split(",") if n) * bits // 8)
+    return sum(sizes[len(sizes) // 2 :] if started else sizes)
 
 
 def _called(rest: str, attribute: str) -> str:

@@ -172,6 +172,10 @@ def _tau(length: float, result: CaseResult, _: CaseResult) -> str:
     return f"{'set ' if result.acceptance == 'synthetic' else ''}{length:.2f}"
 
 
+def _collectives(count: int, result: CaseResult, _: CaseResult) -> str:
+    return f"{count} ({digits((result.collective_bytes_per_step or 0) / 1e6)} MB)"
+
+
 def _compiling(decode_s: float, result: CaseResult, _: CaseResult) -> str:
     return f"{result.prefill_compile_s:.1f} + {decode_s:.1f}"
 
@@ -230,6 +234,7 @@ class CaseResult:
       tpot_ms: decode time over a row's mean tokens.
       kernels_per_step, host_round_trips_per_step: see `profile.LoopCounts`; a CPU has no separate
         host, and the host of one GPU waits for the whole loop.
+      collectives_per_step, collective_bytes_per_step: see `profile.LoopCounts`; None on one device.
       ttft_ms: prefill of the whole batch; None if nothing was prefilled.
       footprint: bytes that a device holds, by the configs.
       temporary_bytes: of the compiled loop beside that; None if the compiler does not report them.
@@ -288,6 +293,13 @@ class CaseResult:
     )
     host_round_trips_per_step: int | None = quantity(
         _host_round_trips, Column(PARTS, "host", _whole, "round trips of a step")
+    )
+    collectives_per_step: int | None = quantity(
+        lambda o: o.loop_counts.collectives if o.pair.mesh.size > 1 else None,
+        Column(PARTS, "collectives", _collectives, "exchanges between devices in a step"),
+    )
+    collective_bytes_per_step: int | None = quantity(
+        lambda o: o.loop_counts.collective_bytes if o.pair.mesh.size > 1 else None
     )
     ttft_ms: Spread | None = quantity(
         lambda o: Spread.of(o.prefill_s, 1e3) if o.context is None else None,
