@@ -104,6 +104,25 @@ def test_experts_cost_what_routing_reaches() -> None:
     assert many.weight_bytes - one.weight_bytes == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("preset", "teraflops", "megabytes"),
+    [("e4b", 1.077, 2 * 169.4), ("12b", 0.0231, 2 * 49.9), ("26b-a4b", 3.543, 2 * 572.7)],
+)
+def test_an_image_costs_what_its_patches_take(
+    preset: str, teraflops: float, megabytes: float
+) -> None:
+    """An image of 280 tokens has 2,520 patches, or 280 of 12B. Of positions it reads its own."""
+    vision = pairs.model_def_of(pairs.vision_presets()[preset], "bfloat16")
+    cost = floor.image_cost(vision, 280)
+    assert cost.flops / 1e12 == pytest.approx(teraflops, rel=1e-3)
+    config = vision.config
+    patches = 280 * config.pool_size**2
+    unread = 2 * 2 * (config.num_positions - patches) * config.hidden_size
+    assert cost.weight_bytes / 1e6 == pytest.approx(megabytes - unread / 1e6, rel=2e-3)
+    double = floor.image_cost(vision, 560).flops
+    assert double > 2 * cost.flops if config.num_layers else double == 2 * cost.flops
+
+
 def test_products_of_8_bit_floats_count_half() -> None:
     """Tables and experts round weights only, so all of their operations count."""
     plain, tables = 2 * 29.29e9, 2 * 1.41e9

@@ -1,4 +1,4 @@
-"""`jaxspec generate` with images: --image, parts of messages in lines, the directory of paths, and refusals."""
+"""`jaxspec generate` and `bench` with images: --image, parts of messages in lines, the directory of paths, refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import jaxspec
+from jaxspec.commands.bench import images
 from tests import tiny_photo
 from tests.commands.conftest import Outcome, Run
 
@@ -144,3 +145,42 @@ def test_a_dry_run_counts_the_vision_part(run: Run) -> None:
     counted = [json.loads(out.splitlines()[-1])["dry_run"]["bytes_a_device"] for out in both]
     assert counted[0]["weights"] > counted[1]["weights"]
     assert counted[0]["activations"] > counted[1]["activations"]
+
+
+def bench_images(run: Run, *args: str) -> Outcome:
+    common = ("--drafter", "none", "--dtype", "float32", "--images", "--repeats", "1")
+    return run("bench", *common, *args)
+
+
+def test_images_are_measured(invoke: Run, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every size has its program and its floor, and the first token waits for the image."""
+    monkeypatch.setattr(images, "IMAGE_TOKENS", (70, 140))
+    target = ("--target", str(photos / "target"))
+    done = bench_images(invoke, *target, "--json", "-")
+    assert done.code == 0
+    report = json.loads(done.stdout)
+    for result, tokens in zip(report["images"], (70, 140), strict=True):
+        assert (result["tokens"], result["patches"]) == (tokens, 9 * tokens)
+        assert result["image_ms"]["median"] > 0 < result["floor_ms"]
+        assert result["temporary_bytes"] > 0 < result["flops"]
+    first = report["first_token"]
+    assert (first["image_tokens"], first["prompt_tokens"]) == (70, 64 + 70 + 2)
+    assert first["text_ms"]["median"] > 0 < first["image_ms"]["median"]
+    shown = bench_images(invoke, *target, "--prompt-length", "10").stdout
+    assert "first token of a prompt of 82 tokens" in " ".join(shown.split())
+    planned = bench_images(invoke, *target, "--dry-run")
+    assert "activations" in planned.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "has no vision part"),
+        (("--batch-size", "1"), "leave --batch-size"),
+        (("--trace", "generated"), "leave --plot and --trace out"),
+    ],
+)
+def test_images_that_are_not_measured(invoke: Run, args: tuple[str, ...], message: str) -> None:
+    done = bench_images(invoke, *args)
+    assert done.code == 2
+    assert message in " ".join(done.stderr.split())

@@ -67,11 +67,15 @@ def bench_command(
       jaxspec bench --random-weights 31b --drafter none --batch-size 4 --context-length 32768
 
       jaxspec bench --random-weights 26b-a4b --synthetic-acceptance 7.7 --trace generated --slots 32
+
+      jaxspec bench --random-weights e4b --drafter none --images
     """
     check_sampling(sampling, drafting)
     refuse_inputs(output.json_path, ("--trace", trace.trace))
     if options.dry_run and output.plot_path is not None:
         raise UsageError("--plot draws what was measured, and --dry-run measures nothing")
+    if options.images and (output.plot_path is not None or trace.trace is not None):
+        raise UsageError("--images has tables alone: leave --plot and --trace out")
     if options.context_length and not models.is_plain and drafting.synthetic_acceptance is None:
         raise UsageError(
             "--context-length fills caches with random numbers, which no drafter can follow: add "
@@ -107,6 +111,10 @@ def bench_command(
                     options.seed,
                     output.plot_path,
                     notify,
+                )
+            elif options.images:
+                report = run.run_images(
+                    *(console, models, options, drafting, sampling), notify=notify
                 )
             else:
                 report = _steps(console, models, options, drafting, sampling, notify)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.configs.base import TargetConfig
+from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
 from jaxspec.registry import family_of
 from jaxspec.registry.costs import (
     NOTHING,
@@ -91,6 +92,28 @@ def target_cost(model_def: ModelDef, batch: int, tokens: int, context: int) -> S
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
+def image_cost(vision: ModelDef, tokens: int) -> StepCost:
+    """Return the cost of one image that becomes so many tokens, by a target's vision part.
+
+    Each weight is read once, of the table of positions two rows for each patch. The last product
+    has a row for each token, all others for each patch. Each patch attends to all.
+    """
+    config: Gemma4VisionConfig = vision.config
+    patches = tokens * config.pool_size**2
+    weight_bytes = flops = 0.0
+    for name, weight in vision.abstract_params().items():
+        nbytes, products = stored_bytes(weight), operations(weight, patches)
+        if name == "encoder.positions":
+            nbytes *= min(1, patches / config.num_positions)
+            products = 0.0
+        elif name == "projection":
+            products = operations(weight, tokens)
+        weight_bytes += nbytes
+        flops += products
+    attention = 4.0 * patches**2 * config.num_heads * config.head_dim
+    return StepCost(weight_bytes, 0, flops + config.num_layers * attention)
+
+
 def draft_step(spec: DecodeSpec) -> DraftStep:
     """Return the facts of a step that the cost of drafting depends on."""
     target, drafter = spec.target, spec.drafter
@@ -128,15 +151,21 @@ def measure_ceiling(dtype: str, nbytes: float) -> Ceiling:
     size = int(min(max(nbytes, 1 << 20), 1 << 31)) // 4
     numbers = jax.random.normal(jax.random.key(0), (size,), jnp.float32)
     total = jax.jit(jnp.sum)
-    read_s = _median_seconds(lambda: total(numbers))
+    read_s = statistics.median(call_seconds(lambda: total(numbers)))
     n = 1024 if jax.default_backend() == "cpu" else 8192
     a = jax.random.normal(jax.random.key(1), (n, n), jnp.dtype(dtype))
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
     product = jax.jit(functools.partial(jnp.matmul, precision=precision))
-    return Ceiling(4 * size / read_s, 2 * n**3 / _median_seconds(lambda: product(a, a)))
+    product_s = statistics.median(call_seconds(lambda: product(a, a)))
+    return Ceiling(4 * size / read_s, 2 * n**3 / product_s)
 
 
-def _median_seconds(call: Callable[[], Any], repeats: int = 5, chain: int = 16) -> float:
+def call_seconds(call: Callable[[], Any], repeats: int = 5, chain: int = 16) -> list[float]:
+    """Return the seconds of a call, `repeats` times, after a warm-up.
+
+    Args:
+      chain: calls that are timed together.
+    """
     jax.block_until_ready(call())
     seconds = []
     for _ in range(repeats):
@@ -145,7 +174,7 @@ def _median_seconds(call: Callable[[], Any], repeats: int = 5, chain: int = 16) 
             last = call()
         jax.block_until_ready(last)
         seconds.append((time.perf_counter() - begin) / chain)
-    return statistics.median(seconds)
+    return seconds
 
 
 def share_of_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]:

@@ -50,6 +50,11 @@ class BenchOptions:
     new_tokens: int = option(
         256, "Tokens to decode in each row, after prefill's own.", range=at_least(1)
     )
+    images: bool = option(
+        False,
+        "Measure images instead of decoding: one of each size through the target's vision part, and "
+        "the first token of a prompt with one.",
+    )
     repeats: int = option(5, "Timed runs of each case.", range=at_least(1))
     seed: int = option(0, "Of random weights and prompts.", range=at_least(0))
     dry_run: bool = option(False, DRY_RUN)
@@ -67,6 +72,10 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that exclude each other, with UsageError."""
+        if self.images and (self.batch_size or self.context_length):
+            raise UsageError(
+                "--images measures one prompt: leave --batch-size and --context-length out"
+            )
         if self.context_length and self.prompt_length is not None:
             raise UsageError(
                 "--prompt-length and --context-length exclude each other; leave one out"

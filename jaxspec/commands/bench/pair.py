@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,6 +50,7 @@ class ModelPair:
     drafter_name: str | None
     held_out: tuple[tuple[int, ...], ...] = ()  # prompts outside the training of the bundled pair
     sampling: Sampling = Sampling()
+    vision_params: Params | None = None  # of the spec's vision part
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -83,9 +85,12 @@ class ModelPair:
     def loaded(self) -> tuple[LoadedModel, LoadedModel | None]:
         """The models as an engine takes them."""
         target = _loaded(self.spec.target, self.target_params, self.target_name)
-        target = dataclasses.replace(
-            target, generation=GenerationDefaults(suppress_tokens=self.spec.suppress_tokens)
-        )
+        generation = GenerationDefaults(suppress_tokens=self.spec.suppress_tokens)
+        vision = None
+        if self.spec.vision is not None:
+            assert self.vision_params is not None
+            vision = _loaded(self.spec.vision, self.vision_params, self.target_name)
+        target = dataclasses.replace(target, generation=generation, vision=vision)
         if self.spec.drafter is None:
             return target, None
         assert self.drafter_params is not None
@@ -131,6 +136,7 @@ def make_pair(
     rows: int = 1,
     positions: int = 1,
     with_weights: bool = True,
+    images: bool = False,
 ) -> ModelPair:
     """Load a pair or make a random one.
 
@@ -139,6 +145,7 @@ def make_pair(
       rows, positions: of the largest case, a step's own tokens not counted. Sizes that no device
         holds are refused before random weights and caches are made.
       with_weights: False for shapes in place of weights, and sizes that no device need hold.
+      images: whether to have the target's vision part too, if it has one.
 
     Raises:
       ValueError: the options do not fit each other, a model cannot be loaded, or memory is too
@@ -184,7 +191,7 @@ def make_pair(
             assert drafter_def is not None
             drafter_def = model_def_with_head(drafter_def, target_def, head)
     else:
-        model, drafter_model = load_models(models, read_weights=with_weights)
+        model, drafter_model = load_models(models, read_weights=with_weights, vision=images)
         target_def, target_params = model.model_def, model.params
         target_name = f"{models.target or 'bundled'}{models.quantized}"
         if models.target is None:
@@ -195,6 +202,9 @@ def make_pair(
             drafter_name = models.drafter or "dflash"
     program_features = ProgramFeatures.wanted_by([sampling])
     spec = make_spec(model or target_def, drafter_def, drafting, program_features)
+    if images and preset is not None and (vision := vision_presets().get(preset)) is not None:
+        spec = dataclasses.replace(spec, vision=model_def_of(vision, dtype))
+    vision_params = None if model is None or model.vision is None else model.vision.params
     if positions > target_def.config.max_positions:
         raise UsageError(
             f"prompt or context and --new-tokens need {positions} positions; {target_name} has "
@@ -209,8 +219,15 @@ def make_pair(
         target_params = _random_params(target_def, seed, mesh)
         if drafter_def is not None:
             drafter_params = _random_params(drafter_def, seed + 1, mesh)
+    if with_weights and vision_params is None and spec.vision is not None:
+        vision_params = _random_params(spec.vision, seed + 2, mesh)
     names = target_name, drafter_name
-    return ModelPair(spec, target_params, drafter_params, *names, held_out, sampling)
+    return ModelPair(spec, target_params, drafter_params, *names, held_out, sampling, vision_params)
+
+
+def vision_presets() -> dict[str, Any]:
+    """Return the configs of the vision parts of released targets, by the targets' names."""
+    return {name: x for family in families("vision") for name, x in family.presets.items()}
 
 
 def check_rows(batch_sizes: Sequence[int], data: int) -> None:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxspec.commands.bench import GENERATED, trace
+from jaxspec.commands.bench import GENERATED, images, trace
 from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
 from jaxspec.commands.bench.measure import measure
 from jaxspec.commands.bench.options import BenchOptions, TraceOptions
@@ -76,6 +76,36 @@ def run(
         print(f"batch {result.case}, {result.label}: {speed}", file=sys.stderr, flush=True)
     console.print(*result_tables(results, options.repeats), sep="\n")
     return {**conditions, "results": [dataclasses.asdict(r) for r in results]}
+
+
+def run_images(
+    console: Console,
+    models: ModelOptions,
+    options: BenchOptions,
+    drafting: Drafting,
+    sampling: Sampling,
+    notify: Notify = lambda _: None,
+) -> dict[str, Any]:
+    """Measure images, print the results, and return them as JSON values."""
+    sizes: dict[str, Any] = dict(seed=options.seed)
+    sizes["positions"] = images.most_positions(options.prompt_length)
+    pair = make_pair(
+        *(models, drafting, options.random_weights), sampling=sampling, images=True, **sizes
+    )
+    measured: dict[str, Any] = dict(repeats=options.repeats, seed=options.seed, notify=notify)
+    ceiling, results, first = images.run(pair, text_tokens=options.prompt_length, **measured)
+    device = jax.devices()[0].device_kind
+    console.print(
+        f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
+        f"{pair.spec.target.dtype} on {device} · jax {jax.__version__}"
+    )
+    console.print(images.render(ceiling, results, first))
+    return {
+        **_models_of(pair, options.seed),
+        "repeats": options.repeats,
+        "ceiling": dataclasses.asdict(ceiling),
+        **images.to_json(results, first),
+    }
 
 
 def _conditions(
@@ -210,9 +240,14 @@ def dry_run(
     else:
         rows, positions = max(options.batch_sizes), options.positions
         sizes: dict[str, Any] = dict(rows=rows, positions=positions, sampling=sampling, seed=seed)
-        pair = make_pair(models, drafting, preset, with_weights=False, **sizes)
+        if options.images:
+            sizes |= dict(rows=1, positions=images.most_positions(options.prompt_length))
+            rows, positions = 1, sizes["positions"]
+        pair = make_pair(
+            *(models, drafting, preset), with_weights=False, images=options.images, **sizes
+        )
         length = bench_cache_length(pair.spec, positions)
-        plan = Plan(pair.spec, pair.mesh, rows, length, passes=False)
+        plan = Plan(pair.spec, pair.mesh, rows, length, passes=options.images)
     write(plan, pair.title, json_path)
 
 
