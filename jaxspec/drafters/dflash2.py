@@ -134,7 +134,7 @@ class CandidateSelector(Selector):
         self.top_k = config.selector_top_k
 
     def begin(self, block: Block) -> Candidates:
-        scores, index = lax.top_k(materialize(block.logits), self.top_k)
+        scores, index = materialize(lax.top_k(materialize(block.logits), self.top_k))
         tokens = index if block.tokens is None else block.tokens[index]
         queries = whole_rows(project(block.hidden, self.hidden[...])).astype(jnp.float32)
         keys = whole_rows(self.successor[...][tokens]).astype(jnp.float32)

@@ -112,7 +112,7 @@ def table_left_on_cpu(
 def materialize(x: T) -> T:
     """Make XLA compute a value once, here. XLA then neither repeats nor fuses the computation.
 
-    Four values need this:
+    Five values need this:
 
     - Gemma 4's per-layer inputs. XLA would norm them again in every layer.
     - The gated per-layer input of a Gemma 4 layer. XLA would make it part of the product that reads
@@ -121,6 +121,8 @@ def materialize(x: T) -> T:
     - The logits of a level of a draft tree. XLA of jax 0.12.0.1 would join the slice of one row's
       logits with the search for the best, and then not find the slice's memory:
       "BufferAllocation::Slice not assigned". The search needs them in memory anyway.
+    - The candidates of a slot that `top_k` finds. XLA would join the slices that are taken of them with
+      `top_k`'s own, not see a `top_k` any more, and sort the whole vocabulary.
     """
     return lax.optimization_barrier(x)
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,12 +16,16 @@ from safetensors.numpy import load_file
 from checkpoints_convert.errors import CheckpointError
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash2 import PRESETS, DFlash2Config
+from jaxspec.drafters.dflash2 import DFlash2Drafter
+from jaxspec.drafters.selector import Block
 from jaxspec.drafters.tree import settle_num_draft_tokens
 from jaxspec.options import Drafting, FieldError, Tree
 from jaxspec.registry import recognise
+from jaxspec.shapes import Array, Params
 from jaxspec.weights.conversion import convert, to_hf
 from jaxspec.weights.draft_head import model_def_with_head
 from jaxspec.weights.loading import LoadedModel, load_drafter
+from jaxspec.weights.model_def import ModelDef
 from tests import cases, tiny
 from tests.drafters import block_oracle, hf_drafter, test_speculators
 from tests.drafters.block_oracle import Facts, Tensors
@@ -274,3 +279,22 @@ def test_sizes_for_benchmarks_fit_their_targets() -> None:
     for name, config in PRESETS.items():
         config.check_fits(presets()[name])
         assert config.max_draft_tokens == 7
+
+
+def test_candidates_are_found_without_sorting_the_vocabulary() -> None:
+    """A walk reads the candidates slot by slot; XLA joined those slices with `top_k`, and sorted all."""
+    config = dataclasses.replace(
+        PRESETS["26b-a4b"], vocab_size=4096, hidden_size=64, selector_rank=8, selector_top_k=16
+    )
+    made = ModelDef(DFlash2Drafter, config, "float32")
+
+    def choose(params: Params, anchors: Array, hidden: Array, logits: Array) -> Array:
+        block = Block(anchors, hidden, logits, None, config.vocab_size)
+        return made.bind(params).selector.chain(block).tokens
+
+    shapes = (2,), (2, 3, 64), (2, 3, 4096)
+    dtypes = jnp.int32, jnp.float32, jnp.float32
+    block = (jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, dtypes, strict=True))
+    program = jax.jit(choose).lower(made.abstract_params(), *block).compile().as_text()
+    assert "TopK" in program
+    assert " sort(" not in program
