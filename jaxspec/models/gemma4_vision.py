@@ -18,11 +18,13 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.configs.gemma4_vision import QUERY_BLOCK, Gemma4VisionConfig
+from jaxspec.mesh import WHOLE, on_each_device
 from jaxspec.models.layers import gelu_tanh, project, rms_norm, rope_frequencies
 from jaxspec.models.xla import traced_once
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.weights.model_def import param
 from pallas_kernels.common.reference_ops import contract, rotate
+from pallas_kernels.dispatch import capability
 
 
 class Gemma4Vision(nnx.Module):
@@ -197,7 +199,39 @@ def attend_to_all(
     v: Float[Array, "B M N H"],
     real: Bool[Array, "B M"],
 ) -> Float[Array, "B M N H"]:
-    """Attend from each patch to all real patches, with float32 scores that are not scaled.
+    """Attend from each patch to all real patches, with scores that are not scaled.
+
+    For numbers of 16 bits on an NVIDIA GPU from Ampere on, cuDNN's flash attention computes it.
+    """
+    if q.dtype.itemsize != 2 or q.shape[-1] % 8 or (capability() or 0.0) < 8.0:
+        return attend_in_blocks(q, k, v, real)
+
+    def run(*args: Array) -> Array:
+        return lax.platform_dependent(*args, cuda=_attend_by_cudnn, default=attend_in_blocks)
+
+    return on_each_device(run, (q, k, v, real), WHOLE, WHOLE)
+
+
+def _attend_by_cudnn(
+    q: Float[Array, "B M N H"],
+    k: Float[Array, "B M N H"],
+    v: Float[Array, "B M N H"],
+    real: Bool[Array, "B M"],
+) -> Float[Array, "B M N H"]:
+    # An image without patches is padding of a batch. Its result means nothing, but is no NaN.
+    lengths = jnp.maximum(jnp.sum(real, axis=1, dtype=jnp.int32), 1)
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=1.0, key_value_seq_lengths=lengths, implementation="cudnn"
+    )
+
+
+def attend_in_blocks(
+    q: Float[Array, "B M N H"],
+    k: Float[Array, "B M N H"],
+    v: Float[Array, "B M N H"],
+    real: Bool[Array, "B M"],
+) -> Float[Array, "B M N H"]:
+    """Compute `attend_to_all` with float32 scores. This is the reference.
 
     Queries are taken block by block, so that memory does not grow with their square.
     """

@@ -110,3 +110,17 @@ def test_blocks_of_queries_are_all_queries_at_once(monkeypatch: pytest.MonkeyPat
     scores = jnp.einsum("btnh,bmnh->bntm", q, k)[1, :, :, :30]
     expected = jnp.einsum("ntm,mnh->tnh", jax.nn.softmax(scores, -1), v[1, :30])
     np.testing.assert_allclose(whole[1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("patches", "heads", "head_dim"), [(630, 12, 64), (2520, 16, 72)])
+def test_cudnn_s_attention_equals_the_reference(patches: int, heads: int, head_dim: int) -> None:
+    rng = np.random.default_rng(0)
+    shape = 2, patches, heads, head_dim
+    q, k, v = (jnp.asarray(rng.normal(size=shape) * head_dim**-0.25, jnp.bfloat16) for _ in "qkv")
+    real = jnp.arange(patches)[None, :] < jnp.asarray([[patches], [patches - 243]])
+    got = jax.jit(gemma4_vision.attend_to_all)(q, k, v, real)
+    want = gemma4_vision.attend_in_blocks(q, k, v, real)
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=2e-2)
+    no_patches = gemma4_vision.attend_to_all(q, k, v, jnp.zeros_like(real))
+    assert bool(jnp.all(jnp.isfinite(no_patches)))
