@@ -107,16 +107,18 @@ def train(
         record.first = record.best = measure(state.params, state.fixed)
         curves.add({"step": 0, "held_out_acceptance_length": record.first})
     begin, stopped = time.perf_counter(), "steps"
-    while (step := int(state.step)) < o.steps and stopped == "steps":
+    step = resumed_from
+    while step < o.steps and stopped == "steps":
+        # Nothing waits for an update until its numbers are wanted. After one that is not finite the state stays.
         state, metrics = trainer.update(state, target.params, batches(step))
         step += 1
         last = step == o.steps
         evaluates = bool(held_out) and (last or step % options.evaluate_every == 0)
         saves = last or step % options.save_every == 0
-        if int(state.failed) >= 0:
-            _refuse(run, state, best, record)
         if not (evaluates or saves or step % options.report_every == 0):
             continue
+        if int(state.failed) >= 0:
+            _refuse(run, state, best, record)
         line = {"step": step, **_values(metrics)}
         if evaluates:
             line["held_out_acceptance_length"] = measured = measure(state.params, state.fixed)

@@ -215,27 +215,38 @@ def split(texts: Sequence[Text], held_out: int, seed: int) -> tuple[list[Text], 
     return [texts[i] for i in order[count:]], [texts[i] for i in order[:count]]
 
 
-@dataclass(frozen=True)
 class Batches:
     """The batches of a run, by the number of the update."""
 
-    texts: Sequence[Text]
-    rows: int
-    parts: int
-    width: int
-    seed: int
+    def __init__(self, texts: Sequence[Text], rows: int, parts: int, width: int, seed: int):
+        self.count, self.parts, self.width, self.seed = rows * parts, parts, width, seed
+        cut = [(text.prompt + text.answer)[:width] for text in texts]
+        self.tokens = np.concatenate([np.asarray(ids, np.int32) for ids in cut])
+        self.lengths = np.asarray([len(ids) for ids in cut])
+        self.ends = np.cumsum(self.lengths)
+        self.prompts = np.asarray([len(text.prompt) for text in texts])
+        self.orders: dict[int, np.ndarray] = {}
 
     def __call__(self, step: int) -> Batch:
         """Return the texts of an update. Every text comes once before any comes twice."""
-        count, size = self.rows * self.parts, len(self.texts)
-        chosen = []
-        for place in range(step * count, (step + 1) * count):
-            chosen.append(self.texts[self._order(place // size)[place % size]])
-        pairs = [(text.prompt, text.answer) for text in chosen]
-        return Batch.padded(pairs, self.width, self.parts)
+        places = range(step * self.count, (step + 1) * self.count)
+        size = len(self.lengths)
+        chosen = [self._order(place // size)[place % size] for place in places]
+        tokens = np.zeros((self.count, self.width), np.int32)
+        for row, text in zip(tokens, chosen, strict=True):
+            end, length = self.ends[text], self.lengths[text]
+            row[:length] = self.tokens[end - length : end]
+        at, lengths = np.arange(self.width), self.lengths[chosen].astype(np.int32)
+        answers = (at >= self.prompts[chosen, None]) & (at < lengths[:, None])
+        return Batch.split(tokens, lengths, answers, self.parts)
 
     def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.texts))
+        """Return the order of the texts in an epoch. A batch may reach over the end of one."""
+        if epoch not in self.orders:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))
+            kept = {e: x for e, x in self.orders.items() if e == epoch - 1}
+            self.orders = {**kept, epoch: order}
+        return self.orders[epoch]
 
 
 def width_of(texts: Sequence[Text], max_length: int) -> int:

@@ -76,6 +76,13 @@ class Batch(struct.PyTreeNode):
             text = [*prompt, *answer][:width]
             tokens[row, : len(text)], lengths[row] = text, len(text)
             answers[row, len(prompt) : len(text)] = True
+        return cls.split(tokens, lengths, answers, parts)
+
+    @classmethod
+    def split(
+        cls, tokens: np.ndarray, lengths: np.ndarray, answers: np.ndarray, parts: int
+    ) -> Batch:
+        """Return a batch of rows, which `parts` divides."""
         by_part = (x.reshape(parts, -1, *x.shape[1:]) for x in (tokens, lengths, answers))
         return cls(*map(jnp.asarray, by_part))
 
