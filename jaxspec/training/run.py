@@ -100,6 +100,7 @@ def train(
     measure = _Acceptance(trainer, target, held_out, options.evaluated_tokens)
     run = _Run(directory, fingerprint(trainer, options, texts))
     state, best, record = run.resume(trainer.init(start))
+    state, best = trainer.place((state, best))
     resumed_from = int(state.step)
     curves = _Curves(directory, resumed_from)
     notify(f"{len(learnt)} texts of up to {width} tokens, {len(held_out)} held-out prompts")

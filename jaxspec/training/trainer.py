@@ -12,15 +12,17 @@ policy's weights of that time. Masters are float32; passes round them to the dty
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.mesh import mesh_left_to_xla
 from jaxspec.rollout.scoring import Sequences
 from jaxspec.sampling import make_key
 from jaxspec.shapes import Array, Bool, Float, Int, Params
@@ -37,6 +39,8 @@ except ImportError as error:
     raise ImportError(
         "training needs optax, the extra `train`: pip install 'jaxspec-decoding[train]'"
     ) from error
+
+T = TypeVar("T")
 
 
 class Batch(struct.PyTreeNode):
@@ -156,10 +160,12 @@ class Trainer:
       target: with or without quantised weights. It is never changed.
       drafter: a loaded drafter, or the definition of a new one.
       weights: of the loss; None for the usual ones of this kind of drafter.
+      mesh: the devices that updates run on, those of the target's weights. Rows are split over `data`, weights
+        over `model`. None: one device.
 
     Raises:
       ConfigError: the drafter does not fit the target.
-      ValueError: drafters of this kind are not trained, or it is quantised.
+      ValueError: drafters of this kind are not trained, or it is quantised, or the mesh does not divide the rows.
     """
 
     def __init__(
@@ -169,7 +175,14 @@ class Trainer:
         options: TrainingOptions = TrainingOptions(),  # noqa: B008
         *,
         weights: LossWeights | None = None,
+        mesh: Mesh | None = None,
     ):
+        if mesh is not None and options.rows % mesh.shape["data"]:
+            raise ValueError(
+                f"rows is {options.rows}, which {mesh.shape['data']} parts of a mesh do not divide: give a multiple"
+            )
+        self.mesh = mesh
+        self._update_on_mesh: Any = None
         target_def = target.model_def if isinstance(target, LoadedModel) else target
         drafter_def = drafter.model_def if isinstance(drafter, LoadedModel) else drafter
         check_trainable(drafter_def)
@@ -195,8 +208,23 @@ class Trainer:
         # A copy, since updates donate the state.
         masters = {n: jnp.array(x, jnp.float32) for n, x in params.items() if n not in fixed}
         others = {n: jnp.array(params[n]) for n in fixed}
+        masters = self.place(masters)
         opt_state = self.plan.optimizer().init(masters)
-        return TrainState(masters, others, opt_state, jnp.int32(0), jnp.int32(-1))
+        return self.place(TrainState(masters, others, opt_state, jnp.int32(0), jnp.int32(-1)))
+
+    def place(self, tree: T) -> T:
+        """Return a state, or weights by name, on the mesh if there is one."""
+        return tree if self.mesh is None else jax.device_put(tree, self._shardings(tree, self.mesh))
+
+    def _shardings(self, tree: Any, mesh: Mesh) -> Any:
+        """Return where each array lives: weights and what the optimizer keeps of them by their names."""
+        of_weights = self.plan.drafter.shardings(mesh)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+
+        def of(path: Any, _: Any) -> NamedSharding:
+            return of_weights.get(getattr(path[-1], "key", None), everywhere)
+
+        return jax.tree_util.tree_map_with_path(of, tree)
 
     def update(
         self, state: TrainState, target_params: Any, batch: Batch | Sequences
@@ -207,7 +235,17 @@ class Trainer:
         """
         if isinstance(batch, Sequences):
             batch = Batch.of(batch)
-        return _update(self.plan, state, flat_params(target_params, self.plan.target), batch)
+        target_params = flat_params(target_params, self.plan.target)
+        if self.mesh is None:
+            return _update(self.plan, state, target_params, batch)
+        if self._update_on_mesh is None:
+            there = self._shardings(state, self.mesh), None
+            self._update_on_mesh = jax.jit(
+                _step, static_argnums=0, donate_argnums=1, out_shardings=there
+            )
+        batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(None, "data")))
+        with jax.set_mesh(self.mesh):
+            return self._update_on_mesh(self.plan, state, target_params, batch)
 
     def params(self, state: TrainState) -> Params:
         """Return the drafter's weights in its dtype."""
@@ -245,28 +283,37 @@ def full_params(drafter: ModelDef, params: Params, fixed: Params) -> Params:
     return {n: joined[n].astype(x.dtype) for n, x in drafter.abstract_params().items()}
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _update(
+def _step(
     plan: Plan, state: TrainState, target_params: Params, batch: Batch
 ) -> tuple[TrainState, Metrics]:
     parts = batch.tokens.shape[0]
     keys = jax.random.split(jax.random.fold_in(make_key(plan.options.seed), state.step), parts)
+    drawn = jax.vmap(functools.partial(draw_anchors, count=plan.options.anchors))(
+        keys, batch.answers
+    )
 
-    def part_of(params: Params, part: tuple[Batch, Array]) -> tuple[Array, Sums]:
-        texts, key = part
-        drafter = plan.drafter.bind(full_params(plan.drafter, params, state.fixed))
+    def sums_of(
+        params: Params, fixed: Params, target_params: Params, part: Any
+    ) -> tuple[Array, Sums]:
+        texts, (anchors, real) = part
+        drafter = plan.drafter.bind(full_params(plan.drafter, params, fixed))
         target = plan.target.bind(target_params)
         reading = passes.read(target, drafter, texts.tokens, texts.lengths, plan.suppress_tokens)
-        anchors, real = draw_anchors(key, texts.answers, plan.options.anchors)
         sums = loss_of(drafter, reading, texts.answers, anchors, real, plan.weights)
         return sums.loss, sums
 
-    def add(carry: Any, part: Any) -> Any:
-        gradient, sums = jax.grad(part_of, has_aux=True)(state.params, part)
-        return jax.tree.map(jnp.add, carry, (gradient, sums)), None
+    def gradient_of(
+        params: Params, fixed: Params, target_params: Params, batch: Batch, drawn: Any
+    ) -> tuple[Params, Sums]:
+        def add(carry: Any, part: Any) -> Any:
+            done = jax.grad(sums_of, has_aux=True)(params, fixed, target_params, part)
+            return jax.tree.map(jnp.add, carry, done), None
 
-    nothing = jax.tree.map(jnp.zeros_like, state.params), Sums.zero()
-    (gradient, sums), _ = jax.lax.scan(add, nothing, (batch, keys))
+        nothing = jax.tree.map(jnp.zeros_like, params), Sums.zero()
+        return jax.lax.scan(add, nothing, (batch, drawn))[0]
+
+    run = _by_rows(gradient_of)
+    gradient, sums = run(state.params, state.fixed, target_params, batch, drawn)
     gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-6), gradient)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))
     # optax mixes dtypes, which programs may have forbidden.
@@ -282,3 +329,23 @@ def _update(
     metrics = Metrics(sums.mean_loss, sums.acceptance_length, norm, rate)
     state = TrainState(new[0], state.fixed, new[1], state.step + fine.astype(jnp.int32), failed)
     return state, metrics
+
+
+_update = jax.jit(_step, static_argnums=0, donate_argnums=1)
+
+
+def _by_rows(gradient_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Let each device of a mesh run its rows by itself, where weights are whole. Sums are added up once.
+
+    XLA would add up every weight's gradient each time that some anchors are done.
+    """
+    mesh = mesh_left_to_xla()
+    if mesh is None or mesh.size == 1 or mesh.shape["model"] > 1:
+        return gradient_of
+    whole, rows = PartitionSpec(), PartitionSpec(None, "data")
+    return jax.shard_map(
+        lambda *args: jax.lax.psum(gradient_of(*args), "data"),
+        in_specs=(whole, whole, whole, rows, rows),
+        out_specs=whole,
+        check_vma=False,
+    )

@@ -16,9 +16,9 @@ from jaxspec.training.options import RunOptions, TrainingOptions
 
 UNUSED = (
     *("target", "drafter", "quantize_drafter", "quantize_draft_head"),
-    *("text_only", "mesh", "distributed", "drafter_revision"),
+    *("text_only", "distributed", "drafter_revision"),
 )
-"""Model options that training does not have. The target is an argument. It runs on one device."""
+"""Model options that training does not have. The target is an argument. One process runs it."""
 
 
 @command

@@ -42,12 +42,12 @@ def run(
 ) -> None:
     """Train, write and report."""
     assert drafter.out is not None
-    mesh_for(models)  # starts the devices
+    mesh = mesh_for(models)
     places = [drafter.out / name for name in ("drafter", "drafter-hf")]
     if there := [place for place in places if place.exists()]:
         raise UsageError(f"{there[0]} is there: the run is over; give another --out")
     dtype = models.dtype or default_dtype()
-    hub: dict[str, Any] = dict(dtype=dtype, token=models.token, offline=models.offline)
+    hub: dict[str, Any] = dict(dtype=dtype, token=models.token, offline=models.offline, mesh=mesh)
     begun = None
     if drafter.start is not None:
         bundled = drafter.start in BUNDLED_DRAFTERS
@@ -64,7 +64,7 @@ def run(
         **hub,
     )
     model_def, start = _start(drafter, training, target, begun, dtype)
-    trainer = Trainer(target, model_def, training)
+    trainer = Trainer(target, model_def, training, mesh=mesh)
     drafter.out.mkdir(parents=True, exist_ok=True)
     texts = _texts(drafter, answers, target, begun, notify)
     result = train(trainer, target, start, texts, drafter.out, running, notify)
