@@ -222,7 +222,7 @@ class Trainer:
         everywhere = NamedSharding(mesh, PartitionSpec())
 
         def of(path: Any, _: Any) -> NamedSharding:
-            return of_weights.get(getattr(path[-1], "key", None), everywhere)
+            return of_weights.get(str(getattr(path[-1], "key", "")), everywhere)
 
         return jax.tree_util.tree_map_with_path(of, tree)
 
