@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec import state as states
 from jaxspec.jax_settings import check_jax_settings
-from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
+from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS, MESH_LOOP_OPTIONS
 from jaxspec.runtime import memory
 from jaxspec.runtime.step_output import OutputSizes, PackedOutput, pack
 from jaxspec.state import DecodeSpec, DecodeState
@@ -28,8 +28,8 @@ jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 def options_of_loops(mesh: Mesh) -> dict[str, Any]:
-    """Return the options that compile a loop of steps. Several devices communicate between its kernels."""
-    return LOOP_OPTIONS if mesh.size == 1 else COMPILER_OPTIONS
+    """Return the options that compile a loop of steps."""
+    return LOOP_OPTIONS if mesh.size == 1 else MESH_LOOP_OPTIONS
 
 
 class Compiler:

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec import decode
 from jaxspec import state as states
@@ -38,11 +40,13 @@ from jaxspec.models.target import ImageTokens
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.options import Drafting, Tree
 from jaxspec.quantised.array import quantise, quantise_in_slices
+from jaxspec.runtime.programs import options_of_loops
 from jaxspec.runtime.runtime import embed_images
 from jaxspec.state import DecodeSpec, PrefillChunk
 from jaxspec.weights.define import formats_for, model_def_of, with_kv_dtype
 from jaxspec.weights.draft_head import model_def_with_head
 from jaxspec.weights.model_def import ModelDef
+from jaxspec.weights.sharding import make_mesh, state_shardings
 from pallas_kernels import int8_matmul
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once
@@ -94,6 +98,33 @@ def small(preset: str, drafts: str) -> DecodeSpec:
         ModelDef(DFlashDrafter, drafter, "bfloat16"),
         Drafting(11, Tree(3, 5)) if drafts == "tree" else Drafting(15),
     )
+
+
+def compile_loop_on_two(spec: DecodeSpec, batch: int) -> str:
+    """Return the optimized loop of a mesh of two H200s, `model=2`."""
+    there = topologies.get_topology_desc(
+        platform="cuda", target_config=H200.described, topology="1x1x2"
+    )
+    mesh = make_mesh(model=2, devices=there.devices)
+    state = jax.eval_shape(
+        lambda: states.init_state(
+            spec, batch, cache_length=2048, num_stop_ids=4, cache_dtype=spec.target.cache_dtype
+        )
+    )
+    places = state_shardings(state, mesh)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+    )
+    models = (m and m.placed_shapes(mesh) for m in (spec.target, spec.drafter))
+    rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    loop = jax.jit(
+        functools.partial(decode_loop, spec),
+        donate_argnums=2,
+        out_shardings=places,
+        compiler_options=options_of_loops(mesh),
+    )
+    with jax.set_mesh(mesh):
+        return loop.lower(*models, state, rounds).compile().as_text() or ""
 
 
 def compile_loop(
@@ -187,6 +218,32 @@ def big_moves(hlo: str, limit_bytes: int = LIMIT_BYTES) -> list[str]:
             if moves:
                 found.append(f"{name}: {result} = {item}[{dims}] {op}")
     return found
+
+
+@pytest.mark.parametrize(
+    ("preset", "drafts", "most"),
+    [("31b", "none", 2), ("26b-a4b", "none", 3), ("31b", "dflash", 2), ("26b-a4b", "dflash", 3)],
+)
+def test_two_devices_exchange_activations_only(preset: str, drafts: str, most: int) -> None:
+    """No weight and no row of logits is gathered, and each layer has two sums: with experts three."""
+    spec, batch = small(preset, drafts), 8
+    found = compile_loop_on_two(spec, batch)
+    exchanged = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all)(?:-start)?\(", found)
+    largest = {"all-reduce": 0, "all-gather": 0, "all-to-all": 0}
+    sums = 0
+    for shape, kind in exchanged:
+        dims = re.findall(r"\[([\d,]*)\]", shape)
+        size = max(math.prod(int(n) for n in d.split(",") if n) for d in dims)
+        largest[kind] = max(largest[kind], size)
+        sums += kind == "all-reduce" and size >= batch * spec.target.config.hidden_size
+    activations = batch * spec.step_tokens * spec.target.config.hidden_size
+    assert 0 < largest["all-reduce"] <= activations
+    assert largest["all-gather"] <= 1024
+    assert not largest["all-to-all"]
+    drafter = 0 if spec.drafter is None else len(spec.drafter.config.layer_types)
+    embeddings = 1 if spec.drafter is None else 2
+    features = 0 if spec.drafter is None else 1  # of a DFlash drafter: one product of them all
+    assert sums <= most * len(spec.target.config.layer_types) + 2 * drafter + embeddings + features
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from jaxspec.commands.bench.floor import (
 )
 from jaxspec.commands.bench.pair import ModelPair
 from jaxspec.commands.bench.profile import LoopCounts, loop_counts
-from jaxspec.models.xla import COMPILER_OPTIONS
+from jaxspec.models.xla import COMPILER_OPTIONS, MESH_LOOP_OPTIONS
 from jaxspec.runtime import memory
 from jaxspec.runtime.programs import options_of_loops
 
@@ -197,7 +197,7 @@ def _acceptance(o: Observed) -> str | None:
 def _host_round_trips(o: Observed) -> int | None:
     if o.pair.mesh.devices.flat[0].platform != "gpu":
         return None
-    if options_of_loops(o.pair.mesh) is not COMPILER_OPTIONS:  # one CUDA graph
+    if options_of_loops(o.pair.mesh) not in (COMPILER_OPTIONS, MESH_LOOP_OPTIONS):  # one CUDA graph
         return 0
     return o.loop_counts.host_round_trips
 
