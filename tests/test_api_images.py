@@ -131,6 +131,16 @@ def test_the_number_of_tokens_is_chosen(pair: Pair) -> None:
         for budget in (None, 70, 280)
     }
     assert counts == {None: 64, 70: 64, 280: 256}
+    # A part's own detail goes before the number of the call.
+    photo = {"image": tiny_photo.photo(size=(100, 100))}
+    detailed = {None: 256, "auto": 256, "low": 64, "high": 1089}
+    for detail, count in detailed.items():
+        encoded = pair.encode([message(photo | {"detail": detail})], image_tokens=280)
+        assert encoded.count(tiny_photo.IMAGE) == count
+    with pytest.raises(
+        FieldError, match=r"\[0\].detail is 'best'; expected one of auto, low, high"
+    ):
+        generate(pair, message(photo | {"detail": "best"}))
     with pytest.raises(FieldError, match="image_tokens is 99; it must be one of 70, 140"):
         generate(pair, prompt, image_tokens=99)
 

@@ -282,6 +282,13 @@ class ServingModel:
             images = read_images(
                 sources, vision, image_tokens=self.settings.image_tokens, only_data=True
             )
+        count, limit = sum(image.num_tokens for image in images), self.settings.max_image_tokens
+        if limit is not None and count > limit:
+            raise FieldError(
+                "messages",
+                f"have images of {count} tokens together; this server takes at most {limit} "
+                '(--max-image-tokens): send fewer, or with "detail": "low"',
+            )
         try:
             ids = chat.render(
                 self.tokenizer,
@@ -306,10 +313,10 @@ class ServingModel:
         )
 
         def one(image: MessageImage) -> MessageImage:
-            field, source = image
+            field, source, _ = image
             if not hosts or not isinstance(source, str) or not source.startswith(_WEB):
                 return image
-            return MessageImage(field, fetch(field, source, hosts, **limits))
+            return image._replace(source=fetch(field, source, hosts, **limits))
 
         return [one(image) for image in images]
 

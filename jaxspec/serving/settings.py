@@ -45,6 +45,11 @@ class Settings:
         64, "Completions of one request, all its prompts together.", range=at_least(1)
     )
     max_images: int = option(16, "Images of one request.", range=at_least(0))
+    max_image_tokens: int | None = option(
+        None,
+        "Tokens of all images of one request. Default: as many as its cache has positions for.",
+        range=at_least(0),
+    )
     image_host: tuple[str, ...] = option(
         (),
         "Fetch images of clients from this host, if its addresses are public. Repeatable. Default: "
@@ -53,7 +58,8 @@ class Settings:
     )
     image_tokens: int | None = option(
         None,
-        "The most tokens of each image. Default: the checkpoint's own number, 280 in released ones.",
+        'The most tokens of each image without "detail" low or high, which are 70 and 1120. Default: '
+        "the checkpoint's own number, 280 in released ones.",
         range=BUDGETS,
         metavar="70|140|280|560|1120",
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
+from jaxspec.configs.gemma4_vision import IMAGE_TOKENS, Gemma4VisionConfig
 from jaxspec.options import FieldError, shown
 from jaxspec.text.chat.template import IMAGE_KINDS, PART
 from jaxspec.text.images import ImageError, ImagePatches, ImageSource, patches_of, read_image
@@ -22,13 +22,21 @@ from jaxspec.tokenizer import Tokenizer
 
 _LATER = ("audio", "input_audio", "audio_url", "video", "video_url", "input_video")
 _NAMES = ("image", "image_url", "url", "path")
+DETAILS = {"auto": None, "low": IMAGE_TOKENS[0], "high": IMAGE_TOKENS[-1]}
+"""The values of `detail` in an image's part, as clients send it, and the most tokens that each stands for. None:
+as many as images without `detail` get."""
 
 
 class MessageImage(NamedTuple):
-    """The source of an image in a conversation, and its field in errors."""
+    """The source of an image in a conversation, and its field in errors.
+
+    Attributes:
+      image_tokens: the most tokens that it becomes; None: as many as other images.
+    """
 
     field: str
     source: ImageSource
+    image_tokens: int | None = None
 
 
 class EncodedPrompt(NamedTuple):
@@ -74,7 +82,7 @@ def image_of(field: str, part: Any) -> MessageImage | None:
     """Return the image of a part of a message; None for another part.
 
     Raises:
-      FieldError: it is an image without a source, or audio or video.
+      FieldError: it is an image without a source, or of an unknown detail, or audio or video.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in _LATER:
@@ -89,11 +97,18 @@ def image_of(field: str, part: Any) -> MessageImage | None:
         got = " and ".join(sources) or "none of them"
         raise FieldError(field, f"is an image with {got}; expected one of {', '.join(_NAMES)}")
     ((name, source),) = sources.items()
+    details = {f"{field}.detail": part.get("detail")}
     if isinstance(source, Mapping):
+        details[f"{field}.{name}.detail"] = source.get("detail")
         name, source = f"{name}.url", source.get("url")
     if source is None:
         raise FieldError(f"{field}.{name}", "is missing; expected a data URL")
-    return MessageImage(f"{field}.{name}", source)
+    image_tokens = None
+    for of, detail in details.items():
+        if detail is not None and (not isinstance(detail, str) or detail not in DETAILS):
+            raise FieldError(of, f"is {shown(detail)}; expected one of {', '.join(DETAILS)}")
+        image_tokens = image_tokens or DETAILS[detail or "auto"]
+    return MessageImage(f"{field}.{name}", source, image_tokens)
 
 
 def take_images(
@@ -139,7 +154,7 @@ def read_images(
 
     Args:
       config: of the target's vision part; None: it has none.
-      image_tokens: as `patches_of` takes it.
+      image_tokens: as `patches_of` takes it, for images whose part has no `detail`.
       directory: where paths begin, and which they may not leave. None: paths may be any.
       only_data: whether sources that are no data URLs are refused, as those of a client.
 
@@ -157,14 +172,14 @@ def read_images(
 
     def patches(image: MessageImage) -> ImagePatches:
         read = read_image(_resolved(image, directory, only_data), image.field)
-        return patches_of(read, config, image_tokens)
+        return patches_of(read, config, image.image_tokens or image_tokens)
 
     return [patches(image) for image in images]
 
 
 def _resolved(image: MessageImage, directory: Path | None, only_data: bool) -> ImageSource:
     """Return the bytes of a data URL, or the path of a file within a directory."""
-    field, source = image
+    field, source, _ = image
     if not isinstance(source, str | bytes) and only_data:
         raise ImageError(field, f"is {shown(source)}; expected a data URL")
     if isinstance(source, str) and source[:5].lower() == "data:":

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.reference import KVSegment, gathered, reference
+from pallas_kernels.attention.reference import KVSegment, gathered, reference, reference_in_blocks
 from pallas_kernels.attention.triton import Tiling, attention_triton
 from pallas_kernels.attention.tuning import splits_for, tiling_at_once, tiling_for
 from pallas_kernels.dispatch import (
@@ -54,6 +54,7 @@ Implementation = Literal["auto", "reference", "triton", "mosaic"]
 MAX_TOKENS = 64
 # To save memory, "auto" takes a kernel from this many bytes of float32 scores on. XLA would write
 # all scores to memory. 512 tokens of a prompt of 31B have so many scores from 16384 slots on.
+# Where no kernel can run, queries come in blocks of so many bytes.
 MAX_SCORE_BYTES = 1 << 30
 # For few tokens, "auto" takes a kernel from this many bytes of keys, values and scores on.
 # MIN_BYTES_WIDE is for the Triton kernel at head dims over 256. The table has microseconds of
@@ -115,7 +116,7 @@ def attention(
         takes Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel
         is faster (many keys for few tokens, short caches of few sequences on Hopper, most chunks of
         prompts), or the scores of the reference would fill memory. Elsewhere "auto" takes the
-        reference.
+        reference, in blocks of queries where their scores would fill memory.
       tiling: tile sizes of the Triton kernel; None takes them from the table in `tuning.py`.
       interpret: whether to interpret the Triton kernel. It then runs on any device, slowly. For
         tests.
@@ -179,7 +180,7 @@ def attention(
             ),
         ),
     ]
-    plain = functools.partial(reference, **scaled)
+    plain = functools.partial(reference_in_blocks, score_bytes=MAX_SCORE_BYTES, **scaled)
     return dispatch(implementation, candidates, plain, q, q_positions, segments)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.common.reference_ops import contract
@@ -84,6 +85,42 @@ def reference(
     if value_scale != 1:
         out *= value_scale
     return out.reshape(b, k, g, t, h).transpose(0, 3, 1, 2, 4).astype(q.dtype)
+
+
+def reference_in_blocks(
+    q: Float[Array, "B T K G H"],
+    q_positions: Int[Array, "B T"],
+    segments: tuple[KVSegment, ...],
+    *,
+    score_bytes: int,
+    **options: Any,
+) -> Float[Array, "B T K G H"]:
+    """Run the reference for a block of queries after the other.
+
+    The scores of a block take at most `score_bytes`, or those of one query of each row.
+    """
+    b, t, k, g, _ = q.shape
+    keys = sum(s.positions.shape[1] for s in segments)
+    blocks = min(t, -(-4 * b * t * k * g * keys // score_bytes))
+    if blocks <= 1:
+        return reference(q, q_positions, segments, **options)
+    size = -(-t // blocks)
+    blocks = -(-t // size)
+
+    def cut(x: Array) -> Array:
+        """Return x with a new first axis, of blocks."""
+        pads = [(0, blocks * size - t if axis == 1 else 0) for axis in range(x.ndim)]
+        return jnp.moveaxis(jnp.pad(x, pads).reshape(b, blocks, size, *x.shape[2:]), 1, 0)
+
+    def one(block: tuple[Array, Array, tuple[Array | None, ...]]) -> Array:
+        queries, positions, seen = block
+        parts = tuple(s._replace(seen_by=x) for s, x in zip(segments, seen, strict=True))
+        return reference(queries, positions, parts, **options)
+
+    seen = tuple(None if s.seen_by is None else cut(s.seen_by) for s in segments)
+    segments = tuple(gathered(s) for s in segments)
+    out = jnp.moveaxis(lax.map(one, (cut(q), cut(q_positions), seen)), 0, 1)
+    return out.reshape(b, blocks * size, *out.shape[3:])[:, :t]
 
 
 def _visible(

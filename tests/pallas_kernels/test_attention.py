@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import KVSegment, attention, reference
-from pallas_kernels.attention.cases import Shape, cached, fresh, in_pages, queries
+from pallas_kernels.attention import MAX_SCORE_BYTES, KVSegment, attention, reference
+from pallas_kernels.attention.cases import FULL_31B, Shape, cached, fresh, in_pages, queries
+from pallas_kernels.attention.reference import reference_in_blocks
 from pallas_kernels.attention.spans import masked_span, visible_span
 from pallas_kernels.attention.triton import Tiling
 from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_at_once, tiling_for
@@ -544,3 +545,37 @@ def test_wider_keys_than_queries_are_refused() -> None:
     q, at = queries(FULL, lengths, 1, kind)
     with pytest.raises(ValueError, match="that of the queries or a narrower one"):
         attention(q, at, (cached(FULL, lengths, 16, jnp.dtype("float32")),), scale=1.0)
+
+
+@pytest.mark.parametrize("score_bytes", [1, 40_000])
+def test_blocks_of_queries_are_all_queries_at_once(score_bytes: int) -> None:
+    """A pass over an image: its tokens see each other, and the cache before them."""
+    shape, tokens = Shape(4, 2, 16, window=24, causal=False), 37
+    cache = cached(shape, [50, 9], 64, jnp.dtype("float32"))
+    q = jax.random.normal(jax.random.key(1), (2, tokens, 2, 2, 16))
+    at = jnp.array([[50], [9]]) + jnp.arange(tokens)
+    k, v = jax.random.normal(jax.random.key(2), (2, 2, 2, tokens, 16))
+    image = jnp.arange(tokens) // 11
+    seen_by = jnp.tri(tokens, dtype=bool) | (image[:, None] == image[None, :])
+    pass_ = KVSegment(k, v, at, jnp.broadcast_to(seen_by, (2, tokens, tokens)))
+    how = dict(scale=0.3, window=shape.window, causal=shape.causal)
+    ours = reference_in_blocks(q, at, (cache, pass_), score_bytes=score_bytes, **how)
+    np.testing.assert_allclose(ours, reference(q, at, (cache, pass_), **how), rtol=0, atol=2e-6)
+
+
+def test_the_memory_of_the_largest_image_is_bounded() -> None:
+    """1,120 tokens of 31B at 32,768 keys have 4.7 GB of scores, in a full layer, if all are there at once."""
+    tokens, slots, shape = 1152, 32_768, FULL_31B
+    keys = jax.ShapeDtypeStruct((1, shape.kv_heads, slots, shape.head_dim), jnp.bfloat16)
+    heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+    q = jax.ShapeDtypeStruct((1, tokens, *heads), jnp.bfloat16)
+    at = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    cache = KVSegment(keys, keys, jax.ShapeDtypeStruct((1, slots), jnp.int32))
+
+    def temporary(run: Any) -> int:
+        how = functools.partial(run, scale=1.0, window=None, causal=True)
+        sizes = jax.jit(how).lower(q, at, (cache,)).compile().memory_analysis()
+        return sizes.temp_size_in_bytes
+
+    assert temporary(reference) > 4 * tokens * shape.heads * slots
+    assert temporary(attention) < 4 * MAX_SCORE_BYTES

@@ -55,7 +55,7 @@ def serve(pair: Pair, **settings: Any) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def live(pair: Pair) -> Iterator[Live]:
-    yield from serve(pair, max_images=3)
+    yield from serve(pair, max_images=3, max_image_tokens=200)
 
 
 def url(seed: int = 0) -> str:
@@ -160,6 +160,9 @@ def test_what_is_no_image_is_refused_by_name(
 def test_limits_of_a_request(live: Live) -> None:
     many = live.post("/v1/chat/completions", messages=[user(*[part(url())] * 4)])
     assert "have 4 images; this server takes at most 3 (--max-images)" in many.text
+    high = part(url()) | {"image_url": {"url": url(), "detail": "high"}}
+    large = live.post("/v1/chat/completions", messages=[user(high)])
+    assert "have images of 1064 tokens together; this server takes at most 200" in large.text
     long = live.post("/v1/chat/completions", messages=[user(*[part(url())] * 3)], max_tokens=200)
     assert long.json()["error"]["code"] == "context_length_exceeded"
     system = {**user(part(url())), "role": "system"}
