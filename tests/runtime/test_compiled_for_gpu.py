@@ -100,12 +100,12 @@ def small(preset: str, drafts: str) -> DecodeSpec:
     )
 
 
-def compile_loop_on_two(spec: DecodeSpec, batch: int) -> str:
-    """Return the optimized loop of a mesh of two H200s, `model=2`."""
+def compile_loop_on_mesh(spec: DecodeSpec, batch: int, data: int, model: int) -> str:
+    """Return the optimized loop of a mesh of H200s."""
     there = topologies.get_topology_desc(
-        platform="cuda", target_config=H200.described, topology="1x1x2"
+        platform="cuda", target_config=H200.described, topology=f"1x1x{data * model}"
     )
-    mesh = make_mesh(model=2, devices=there.devices)
+    mesh = make_mesh(data=data, model=model, devices=there.devices)
     state = jax.eval_shape(
         lambda: states.init_state(
             spec, batch, cache_length=2048, num_stop_ids=4, cache_dtype=spec.target.cache_dtype
@@ -221,13 +221,26 @@ def big_moves(hlo: str, limit_bytes: int = LIMIT_BYTES) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "drafts", "most"),
-    [("31b", "none", 2), ("26b-a4b", "none", 3), ("31b", "dflash", 2), ("26b-a4b", "dflash", 3)],
+    ("preset", "drafts", "data", "model"),
+    [
+        ("31b", "none", 1, 2),
+        ("26b-a4b", "none", 1, 2),
+        ("31b", "dflash", 1, 2),
+        ("26b-a4b", "dflash", 1, 2),
+        ("31b", "none", 1, 8),
+        ("26b-a4b", "dflash", 1, 8),
+        ("26b-a4b", "dflash", 2, 4),
+    ],
 )
-def test_two_devices_exchange_activations_only(preset: str, drafts: str, most: int) -> None:
-    """No weight and no row of logits is gathered, and each layer has two sums: with experts three."""
-    spec, batch = small(preset, drafts), 8
-    found = compile_loop_on_two(spec, batch)
+def test_devices_exchange_activations_only(preset: str, drafts: str, data: int, model: int) -> None:
+    """No weight and no row of logits is gathered, and each layer has two sums: with experts three.
+
+    A full layer whose K/V heads are fewer than the devices has one more, of its queries.
+    """
+    spec, batch = small(preset, drafts), 8 * data
+    found = compile_loop_on_mesh(spec, batch, data, model)
+    batch //= data  # of a device
+    most = 3 if spec.target.config.num_experts else 2
     exchanged = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all)(?:-start)?\(", found)
     largest = {"all-reduce": 0, "all-gather": 0, "all-to-all": 0}
     sums = 0
@@ -236,14 +249,18 @@ def test_two_devices_exchange_activations_only(preset: str, drafts: str, most: i
         size = max(math.prod(int(n) for n in d.split(",") if n) for d in dims)
         largest[kind] = max(largest[kind], size)
         sums += kind == "all-reduce" and size >= batch * spec.target.config.hidden_size
-    activations = batch * spec.step_tokens * spec.target.config.hidden_size
-    assert 0 < largest["all-reduce"] <= activations
+    config = spec.target.config
+    few_heads = config.full_num_kv_heads % model > 0
+    heads = config.num_heads + 2 * config.full_num_kv_heads
+    widest = heads * config.full_head_dim if few_heads else config.hidden_size
+    assert 0 < largest["all-reduce"] <= batch * spec.step_tokens * widest
     assert largest["all-gather"] <= 1024
     assert not largest["all-to-all"]
     drafter = 0 if spec.drafter is None else len(spec.drafter.config.layer_types)
     embeddings = 1 if spec.drafter is None else 2
     features = 0 if spec.drafter is None else 1  # of a DFlash drafter: one product of them all
-    assert sums <= most * len(spec.target.config.layer_types) + 2 * drafter + embeddings + features
+    of_target = most * len(config.layer_types) + few_heads
+    assert sums <= of_target + 2 * drafter + embeddings + features
 
 
 @pytest.mark.parametrize(
