@@ -32,6 +32,7 @@ from jaxspec.constraint import Allowed, Constraint, constraint_of_prefill
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors, visible_rows
 from jaxspec.models.target import Target, TargetOutput, keep_rows
+from jaxspec.packing import packed_pass
 from jaxspec.row_subset import put_rows, rows_of, take_rows
 from jaxspec.sampling import Stream, adjust, fold_keys
 from jaxspec.shapes import Array, Float, Params
@@ -180,6 +181,18 @@ def target_pass(
     """Run the target over every row's anchor and drafts. Finished rows read and write nothing."""
     tokens = jnp.concatenate([state.anchors[:, None], draft.tokens], axis=1)
     with jax.named_scope("verify"):
+        if draft.limit is not None:
+            count = jnp.where(state.active, draft.limit + 1, 0)
+            return packed_pass(
+                target,
+                tokens,
+                state.active_lengths,
+                count,
+                state.caches,
+                units=draft.units,
+                slots=state.slots,
+                feature_layers=feature_layers,
+            )
         return target(
             tokens,
             state.active_lengths,
@@ -248,9 +261,13 @@ def accept(
             return adjusted, tree_verify(adjusted, *tree, *random, depth=spec.tree.depth)
         drafts, tau = draft.tokens.shape[1] > 0, spec.drafting.synthetic_acceptance
         if drafts and tau is not None:
-            return adjusted, synthetic_verify(adjusted, draft.tokens, tau, state.keys, step)
+            result = synthetic_verify(adjusted, draft.tokens, tau, state.keys, step)
+            if draft.limit is not None:
+                result = result.replace(accepted=jnp.minimum(result.accepted, draft.limit))
+            return adjusted, result
         block = drafts and spec.drafting.verification == "block"
-        return adjusted, verify(adjusted, draft.tokens, *random, log_q=draft.log_q, block=block)
+        tokens, log_q, limit = draft.tokens, draft.log_q, draft.limit
+        return adjusted, verify(adjusted, tokens, *random, log_q=log_q, limit=limit, block=block)
 
 
 def __getattr__(name: str) -> Any:

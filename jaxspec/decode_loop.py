@@ -19,9 +19,12 @@ from jaxspec.cache import Tables
 from jaxspec.constraint import Constraint, constraint_of_steps
 from jaxspec.decode import decode_step, propose, speculative_step, verify_step
 from jaxspec.drafters.base import AnyDrafter, Draft, Kept
+from jaxspec.mesh import row_parts
 from jaxspec.models.target import Target
 from jaxspec.models.xla import run_if
+from jaxspec.packing import UNIT
 from jaxspec.row_subset import put_rows, rows_of, take_rows
+from jaxspec.sampling import argmax
 from jaxspec.shapes import Array, Float, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState
 from jaxspec.text.grammars.automaton import Automaton
@@ -86,7 +89,10 @@ def survival_step(
     constraint: Constraint,
     costs: Float[Array, " W"],
 ) -> DecodeState:
-    """Draft, choose how many drafts are worth verifying, and go on as `speculative_step`.
+    """Draft, choose which drafts are worth verifying, and go on as `speculative_step`.
+
+    Rows compete for the tokens of one pass. A row that is alone, and rows that are split over
+    devices, verify the same number of drafts.
 
     Args:
       costs: seconds of a step of each of `spec.widths`.
@@ -100,26 +106,80 @@ def survival_step(
     confidence = jnp.where(jnp.isfinite(confidence), confidence, survival.UNKNOWN)
     with jax.named_scope("choose"):
         chances, means = survival.calibrated(before, confidence)
-        index = survival.choose_width(
-            chances, means, state.active, costs, spec.widths, drawn=draft.log_q is not None
-        )
+        if draft.tokens.shape[0] == 1 or row_parts() > 1:
+            forms = [draft.first(width) for width in spec.widths]
+            index = survival.choose_width(
+                chances,
+                means,
+                state.active,
+                costs,
+                spec.widths,
+                drawn=draft.log_q is not None,
+            )
+            recent = before.expected
+        else:
+            forms, index, recent = _competing(spec, state, draft, chances, means, costs)
 
-    def verifying(width: int) -> Callable[[DecodeState], DecodeState]:
+    def verifying(draft: Draft) -> Callable[[DecodeState], DecodeState]:
         def run(state: DecodeState) -> DecodeState:
-            first = draft.first(width)
             after, kept = verify_step(
-                target, spec, state, first, constraint, drafter.feature_layers
+                target, spec, state, draft, constraint, drafter.feature_layers
             )
             assert after.survival is not None
+            width = draft.tokens.shape[1] if draft.limit is None else draft.limit
             counts = after.survival.counting(confidence, kept.count - 1, state.active, width)
+            counts = counts.replace(expected=recent)
             absorbed = drafter.absorb(state.drafter, kept)
             return dataclasses.replace(after, drafter=absorbed, survival=counts)
 
         return run
 
-    for i, width in enumerate(spec.widths):
-        state = run_if(index == i, verifying(width), state)
+    for i, form in enumerate(forms):
+        state = run_if(index == i, verifying(form), state)
     return state
+
+
+def _competing(
+    spec: DecodeSpec,
+    state: DecodeState,
+    draft: Draft,
+    chances: Float[Array, "B G"],
+    means: Float[Array, " G"],
+    costs: Float[Array, " W"],
+) -> tuple[list[Draft], Array, Array]:
+    """Let the rows of a step compete for the units of a pass.
+
+    Returns:
+      The drafts that passes of each width verify; the index of the width to take; and the tokens that
+      rows were lately expected to commit, see `SurvivalState`.
+    """
+    before, (rows, g), drawn = state.survival, draft.tokens.shape, draft.log_q is not None
+    assert before is not None
+    units = [rows * -(-(width + 1) // UNIT) for width in spec.widths]
+    # The shortest passes have a unit for each row, and the longest has all drafts.
+    packs = [n > rows and width < g for n, width in zip(units, spec.widths, strict=True)]
+    num_active = jnp.sum(state.active, dtype=jnp.int32)
+    spare = jnp.stack(
+        [
+            n - num_active if packed else jnp.int32(n - rows)
+            for n, packed in zip(units, packs, strict=True)
+        ]
+    )
+    first, values = survival.unit_values(chances, means, UNIT, drawn=drawn)
+    rank = survival.ranks(values, state.active)
+    expected = survival.expected_tokens(first, values, rank, spare)
+    recent = before.expected + survival.SHARE_OF_NEW * (expected - before.expected)
+    recent = jnp.where(state.active[:, None], recent, before.expected)
+    tokens = jnp.where(state.active[:, None], before.expected if drawn else expected, 0.0)
+    index = argmax(jnp.sum(tokens, axis=0) / costs)
+    forms = []
+    for i, width in enumerate(spec.widths):
+        if packs[i]:
+            limit = survival.limits(rank, state.active, spare[i], UNIT, g)
+            forms.append(draft.replace(limit=limit, units=units[i]))
+        else:
+            forms.append(draft.first(width))
+    return forms, index, recent
 
 
 def plain_steps(

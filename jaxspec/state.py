@@ -416,7 +416,9 @@ def _empty_state(
         keys=jax.random.split(make_key(0), batch),
         guides=zeros + NO_GUIDE if spec.program_features.grammars else None,
         survival=(
-            SurvivalState.empty(batch, spec.num_draft_tokens, cache_length) if spec.widths else None
+            SurvivalState.empty(batch, spec.num_draft_tokens, cache_length, spec.widths)
+            if spec.widths
+            else None
         ),
     )
 
@@ -500,7 +502,7 @@ def commit(
         counts = counts.with_output(new, kept)
     survival = state.survival
     if survival is not None:
-        drafts = jnp.full((b, 1), t - 1, jnp.int32)
+        drafts = jnp.full((b, 1), t - 1, jnp.int32) if draft.limit is None else draft.limit[:, None]
         verified = _set_columns(survival.verified, step_column[:, None], drafts)
         survival = survival.replace(verified=verified)
     stopped = state.stopped | jnp.any(is_stop & kept, axis=1)

@@ -2,8 +2,10 @@
 
 A draft survives if it and all before it are accepted. A drafter tells a confidence for each draft,
 or none. `calibrated` turns confidences into chances, by what became of drafts with like confidences.
-`choose_width` takes the number of drafts, for all rows of a step, that commits the most tokens a
-second. Everything here works on arrays alone, without a model.
+Rows then compete for the units of a pass: `unit_values` says what each unit of each row is worth,
+`ranks` puts those of all rows in order, and `expected_tokens` adds up what passes of several sizes
+commit, of which the one with the most tokens a second is taken. A row that is alone has `choose_width`.
+Everything here works on arrays alone, without a model.
 
 The emitted tokens still follow the target exactly. Suppose that the decision to verify draft j uses
 nothing that depends on draft j itself. Then, whatever came before, draft j is either drawn from q
@@ -14,10 +16,12 @@ longer one is accepted, and that holds by induction from any end that depends on
 
 The decision for draft j may use the confidences up to j, which are made of the tokens before j, the
 other rows, and what earlier steps measured. It may not use the probability of the drawn token j, nor
-confidences of later drafts, which depend on it. So `choose_width` goes from the shortest width to
-the next, and stops where that does not pay. For drafts that it has not reached it takes the mean of
-the past in place of their confidences. Drafts that are certain choices hold nothing random, so there
-it uses all confidences at once.
+confidences of later drafts, which depend on it. So a unit is worth what its first draft tells, the
+means of the past for its other drafts, and never more than the unit before it. Whether it is among the
+best of all rows is then settled by itself, the earlier units of its row and the units of other rows.
+The size of the pass is chosen by the confidences of earlier steps. And `choose_width` goes from the
+shortest width to the next, and stops where that does not pay. Drafts that are certain choices hold
+nothing random, so there all confidences of the step are used at once.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jaxspec.shapes import Array, Bool, Float, Int
 
@@ -37,6 +42,8 @@ PRIOR = 4.0
 """Weight of a confidence itself beside the drafts that were counted in its bin."""
 HALF_LIFE_STEPS = 512
 """Steps after which a count weighs half."""
+SHARE_OF_NEW = 0.25
+"""Weight of the newest step in `SurvivalState.expected`."""
 UNKNOWN = 0.5
 """Confidence in the drafts of a drafter that tells none. Chances are then means of the past."""
 
@@ -51,33 +58,41 @@ class SurvivalState(struct.PyTreeNode):
       trials: verified drafts whose predecessors were all accepted, by position and bin.
       hits: those of them that were accepted.
       verified: drafts that each step verified. Step n is in column n modulo M.
+      expected: tokens that each row was expected to commit in recent steps, by the width of the pass.
     """
 
     trials: Float[Array, "B G K"]
     hits: Float[Array, "B G K"]
     verified: Int[Array, "B M"]
+    expected: Float[Array, "B W"]
 
     @classmethod
-    def empty(cls, batch: int, num_draft_tokens: int, steps: int) -> SurvivalState:
+    def empty(
+        cls, batch: int, num_draft_tokens: int, steps: int, widths: Sequence[int] = ()
+    ) -> SurvivalState:
         """Return one without any drafts."""
         counts = jnp.zeros((batch, num_draft_tokens, BINS), jnp.float32)
-        return cls(counts, counts, jnp.zeros((batch, steps), jnp.int32))
+        # Half of the drafts, until a step says more.
+        half = 1 + jnp.asarray(widths, jnp.float32) / 2
+        expected = jnp.broadcast_to(half, (batch, len(widths)))
+        return cls(counts, counts, jnp.zeros((batch, steps), jnp.int32), expected)
 
     def counting(
         self,
         confidence: Float[Array, "B G"],
         accepted: Int[Array, " B"],
         active: Bool[Array, " B"],
-        width: int,
+        width: int | Int[Array, " B"],
     ) -> SurvivalState:
         """Return the counts after a step.
 
         Args:
           accepted: drafts of each row.
-          width: drafts that were verified.
+          width: drafts that were verified, of all rows or of each.
         """
         position = jnp.arange(confidence.shape[1], dtype=jnp.int32)[None, :]
-        tried = (position <= accepted[:, None]) & (position < width) & active[:, None]
+        verified = position < jnp.broadcast_to(jnp.asarray(width), accepted.shape)[:, None]
+        tried = (position <= accepted[:, None]) & verified & active[:, None]
         of_bin = bins_of(confidence)[:, :, None] == jnp.arange(BINS, dtype=jnp.int32)
         new = (tried[:, :, None] & of_bin).astype(jnp.float32)
         hit = jnp.where((position < accepted[:, None])[:, :, None], new, 0.0)
@@ -140,3 +155,73 @@ def choose_width(
         goes_on &= jnp.max(rates[i + 1 :]) > rates[i]
         index += goes_on.astype(jnp.int32)
     return index
+
+
+# --- rows that compete -------------------------------------------------------------------------------
+
+
+def unit_values(
+    chances: Float[Array, "B G"], means: Float[Array, " G"], unit: int, *, drawn: bool
+) -> tuple[Float[Array, " B"], Float[Array, "B M"]]:
+    """Return the tokens that each row is expected to gain from its first unit, and from each later one.
+
+    The first unit has the anchor and `unit - 1` drafts, a later one has `unit` drafts. A later unit is
+    never worth more than the one before it.
+
+    Args:
+      chances, means, drawn: as in `choose_width`.
+    """
+    b, g = chances.shape
+    survival = jnp.cumprod(chances, axis=1)
+    first = 1 + jnp.sum(survival[:, : unit - 1], axis=1)
+    values = []
+    for begin in range(unit - 1, g, unit):
+        size = min(unit, g - begin)
+        if drawn:
+            after = jnp.cumprod(means[begin + 1 : begin + size])
+            values.append(survival[:, begin] * (1 + jnp.sum(after)))
+        else:
+            values.append(jnp.sum(survival[:, begin : begin + size], axis=1))
+    if not values:
+        return first, jnp.zeros((b, 0), jnp.float32)
+    return first, lax.cummin(jnp.stack(values, axis=1), axis=1)
+
+
+def ranks(values: Float[Array, "B M"], active: Bool[Array, " B"]) -> Int[Array, "B M"]:
+    """Return how many units of active rows come before each unit. Of equal ones, earlier units do."""
+    b, m = values.shape
+    flat = jnp.where(active[:, None], values, -1.0).T.reshape(-1)  # earlier units first
+    place = jnp.arange(b * m, dtype=jnp.int32)
+    ahead = (flat[None, :] > flat[:, None]) | (
+        (flat[None, :] == flat[:, None]) & (place[None, :] < place[:, None])
+    )
+    return jnp.sum(ahead, axis=1, dtype=jnp.int32).reshape(m, b).T
+
+
+def expected_tokens(
+    first: Float[Array, " B"],
+    values: Float[Array, "B M"],
+    rank: Int[Array, "B M"],
+    spare: Int[Array, " W"],
+) -> Float[Array, "B W"]:
+    """Return the tokens that each row is expected to commit in passes of several sizes.
+
+    Args:
+      first, values: of `unit_values`.
+      rank: of `ranks`.
+      spare: units of each pass beside the first one of each active row.
+    """
+    kept = rank[:, :, None] < spare
+    return first[:, None] + jnp.sum(jnp.where(kept, values[:, :, None], 0.0), axis=1)
+
+
+def limits(
+    rank: Int[Array, "B M"],
+    active: Bool[Array, " B"],
+    spare: Int[Array, ""],
+    unit: int,
+    num_draft_tokens: int,
+) -> Int[Array, " B"]:
+    """Return the drafts that each row verifies. Rows that are not active verify none."""
+    units = 1 + jnp.sum(rank < spare, axis=1, dtype=jnp.int32)
+    return jnp.where(active, jnp.minimum(units * unit - 1, num_draft_tokens), 0)

@@ -61,6 +61,7 @@ def verify(
     steps: Int[Array, " B"],
     *,
     log_q: Float[Array, "B G V"] | None = None,
+    limit: Int[Array, " B"] | None = None,
     block: bool = False,
 ) -> AcceptResult:
     """Decide how many of the G = T - 1 drafts of each row to accept, and choose the bonus token.
@@ -71,14 +72,18 @@ def verify(
     Args:
       logits: the target's logits after `sampling.adjust`, before temperature.
       log_q: log of the distribution that each draft was drawn from. None: drafts are deterministic.
+      limit: the drafts of each row, of which the others are none; None: G. The row of logits after
+        the last one is then the last that counts.
       block: accept by `block_verify` instead of `rejection_verify`.
     """
     choice = choose(logits)
+    if limit is not None:
+        draft = jnp.where(_slots(draft) < limit[:, None], draft, NO_TOKEN - 1)
     greedy = _follow(choice, draft)
 
     def mixed() -> AcceptResult:
         rule = block_verify if block else rejection_verify
-        sampled = rule(logits, draft, sampling, keys, steps, log_q)
+        sampled = rule(logits, draft, sampling, keys, steps, log_q, limit)
         accepted = jnp.minimum(sampled.accepted, _leading(choice != NO_TOKEN))
         bonus = jnp.where(_at(choice, accepted) != NO_TOKEN, sampled.bonus, NO_TOKEN)
         sampled = AcceptResult(accepted, bonus, finite=greedy.finite)
@@ -108,6 +113,7 @@ def rejection_verify(
     keys: Array,
     steps: Int[Array, " B"],
     log_q: Float[Array, "B G V"] | None = None,
+    limit: Int[Array, " B"] | None = None,
 ) -> AcceptResult:
     """Accept drafts one after the other, until one is rejected.
 
@@ -115,9 +121,12 @@ def rejection_verify(
     """
     log_p = jax.nn.log_softmax(shape_logits(logits, sampling))
     ratios = jnp.exp(_log_ratios(log_p, draft, log_q))
-    accepted = _leading(_uniform(keys, steps, draft) < ratios)
+    hits = _uniform(keys, steps, draft) < ratios
+    if limit is not None:
+        hits &= _slots(draft) < limit[:, None]
+    accepted = _leading(hits)
     log_scale = jnp.zeros(accepted.shape, jnp.float32)
-    return _with_bonus(accepted, log_scale, log_p, draft, log_q, keys, steps)
+    return _with_bonus(accepted, log_scale, log_p, draft, log_q, keys, steps, limit)
 
 
 def block_verify(
@@ -127,6 +136,7 @@ def block_verify(
     keys: Array,
     steps: Int[Array, " B"],
     log_q: Float[Array, "B G V"] | None = None,
+    limit: Int[Array, " B"] | None = None,
 ) -> AcceptResult:
     """Accept the longest prefix of the draft that passes a random draw of its own.
 
@@ -170,11 +180,15 @@ def block_verify(
     passes = jnp.where(whole > 0, mass / jnp.where(whole > 0, whole, 1.0), 1.0)
     passes = jnp.where(unknown[:, 1:], inner, passes)
     passes = jnp.concatenate([passes, weight[:, -1:]], axis=1)
+    if limit is not None:  # the draft of a row is whole at its limit, and nothing comes after it
+        size = _slots(draft) + 1
+        passes = jnp.where(size == limit[:, None], weight[:, 1:], passes)
+        passes = jnp.where(size > limit[:, None], 0.0, passes)
     hits = _uniform(keys, steps, draft) < passes
     lengths = jnp.where(hits, jnp.arange(1, g + 1, dtype=jnp.int32), 0)
     accepted = jnp.max(lengths, axis=1)
     log_scale = jnp.log(jnp.take_along_axis(weight, accepted[:, None], axis=1)[:, 0])
-    return _with_bonus(accepted, log_scale, log_p, draft, log_q, keys, steps)
+    return _with_bonus(accepted, log_scale, log_p, draft, log_q, keys, steps, limit)
 
 
 def tree_verify(
@@ -275,8 +289,12 @@ def _log_ratios(
     return of(log_p[:, :-1]) - (0.0 if log_q is None else of(log_q))
 
 
+def _slots(draft: Int[Array, "B G"]) -> Int[Array, "B G"]:
+    return jnp.broadcast_to(jnp.arange(draft.shape[1], dtype=jnp.int32), draft.shape)
+
+
 def _uniform(keys: Array, steps: Int[Array, " B"], draft: Int[Array, "B G"]) -> Float[Array, "B G"]:
-    slots = jnp.broadcast_to(jnp.arange(draft.shape[1], dtype=jnp.int32), draft.shape)
+    slots = _slots(draft)
     uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))
     return uniform(fold_keys(keys, steps, slots, Stream.ACCEPT))
 
@@ -289,12 +307,15 @@ def _with_bonus(
     log_q: Float[Array, "B G V"] | None,
     keys: Array,
     steps: Int[Array, " B"],
+    limit: Int[Array, " B"] | None,
 ) -> AcceptResult:
     """Draw the bonus token: from max(0, scale p - q), or from p where all drafts were accepted."""
     p = jnp.take_along_axis(log_p, accepted[:, None, None], axis=1)[:, 0]
-    p += log_scale[:, None]
+    whole, p = p, p + log_scale[:, None]
     if draft.shape[1]:  # without drafts, nothing was rejected
         p = _residual(p, accepted, draft, log_q)
+    if limit is not None:
+        p = jnp.where((accepted >= limit)[:, None], whole, p)
     token_keys = fold_keys(keys, steps, accepted[:, None], Stream.TOKEN)[:, 0]
     return AcceptResult(accepted, sample(p, token_keys))
 

@@ -112,12 +112,16 @@ class Draft(struct.PyTreeNode):
       confidence: how sure the drafter is, from 0 to 1, that the target accepts each draft if it
         accepts all before it; None: it does not tell. It may depend on the drafts before, and never
         on the draft itself or on later ones: `survival` chooses by it what to verify.
+      limit: how many drafts of each row are verified, from the first one on; None: all. A chain's.
+      units: with `limit`, the units of the target's pass, see `packing`.
     """
 
     tokens: Int[Array, "B G"]
     parents: Int[Array, "B G"] | None = None
     log_q: Float[Array, "B G V"] | None = None
     confidence: Float[Array, "B G"] | None = None
+    limit: Int[Array, " B"] | None = None
+    units: int = struct.field(pytree_node=False, default=0)
 
     @classmethod
     def none(cls, batch: int) -> Draft:

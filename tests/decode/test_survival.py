@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec import survival
+from jaxspec import decode_loop, packing, survival
 from jaxspec.configs.dspark import DSparkConfig
 from jaxspec.drafters.dspark import MarkovSelector
 from jaxspec.drafters.selector import Block, Independent, Selector
+from jaxspec.engine import engine as engines
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Choice
 from jaxspec.options import Drafting, FieldError
@@ -171,17 +172,41 @@ def widths_of(
     rng = np.random.default_rng(7)
     trials = jnp.asarray(rng.integers(0, 30, (rows, DRAFTS, survival.BINS)), jnp.float32)
     rates = jnp.linspace(0.4, 1.0, survival.BINS)  # the surer, the more often accepted
-    past = SurvivalState(trials, trials * rates, jnp.zeros((rows, 1), jnp.int32))
+    past = SurvivalState.empty(rows, DRAFTS, 1).replace(trials=trials, hits=trials * rates)
     seconds, active = jnp.asarray(costs), jnp.ones(rows, bool)
 
     def one(confidence: jax.Array) -> jax.Array:
         chances, means = calibrated(past, confidence)
         return choose_width(chances, means, active, seconds, WIDTHS, drawn=drawn)
 
-    every = itertools.product(range(len(confidence)), repeat=rows)
-    combined = jnp.asarray(confidence[np.asarray(list(every))])
-    index = np.asarray(jax.vmap(one)(combined.astype(jnp.float32)))
+    index = np.asarray(jax.vmap(one)(every_combination(confidence, rows)))
     return np.asarray(WIDTHS)[index].reshape((len(confidence),) * rows)
+
+
+def every_combination(confidence: np.ndarray, rows: int) -> jax.Array:
+    """Return the confidences [N, rows, DRAFTS] of all sequences that some rows may draw together."""
+    every = itertools.product(range(len(confidence)), repeat=rows)
+    return jnp.asarray(confidence[np.asarray(list(every))], jnp.float32)
+
+
+def limits_of(
+    confidence: np.ndarray, unit: int, spare: int, *, drawn: bool = True, rows: int = 2
+) -> np.ndarray:
+    """Return the drafts that the first row verifies, for every combination of sequences of some rows."""
+    rng = np.random.default_rng(7)
+    trials = jnp.asarray(rng.integers(0, 30, (rows, DRAFTS, survival.BINS)), jnp.float32)
+    rates = jnp.linspace(0.4, 1.0, survival.BINS)
+    past = SurvivalState.empty(rows, DRAFTS, 1).replace(trials=trials, hits=trials * rates)
+    active = jnp.ones(rows, bool)
+
+    def one(confidence: jax.Array) -> jax.Array:
+        chances, means = calibrated(past, confidence)
+        _, values = survival.unit_values(chances, means, unit, drawn=drawn)
+        rank = survival.ranks(values, active)
+        return survival.limits(rank, active, jnp.int32(spare), unit, DRAFTS)[0]
+
+    limits = np.asarray(jax.vmap(one)(every_combination(confidence, rows)))
+    return limits.reshape((len(confidence),) * rows)
 
 
 def sum_over_drafts(
@@ -254,6 +279,31 @@ def test_rows_that_share_a_width_do_not_disturb_each_other() -> None:
     assert depends
 
 
+@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize(("unit", "spare"), [(1, 3), (1, 4), (2, 1)])
+def test_rows_that_compete_keep_their_distributions(unit: int, spare: int, rule: str) -> None:
+    """Two rows compete for the slots of a pass; each keeps its distribution, whatever the other draws."""
+    rng = np.random.default_rng(5)
+    selector, p = selector_of("vanilla"), target_probs(rng)
+    block, q, drawn = drafts_of(selector, rng)
+    confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
+    chance = drawn.prod(axis=1)
+
+    def largest_error(limits: np.ndarray) -> float:
+        columns = {*map(tuple, limits.T.tolist())}  # of one sequence of the other row
+        joints = (sum_over_drafts(np.asarray(c), q, chance, p, rule) for c in columns)
+        return max(np.abs(joint - exact_joint(p)).sum() for joint in joints)
+
+    limits = limits_of(confidence, unit, spare)
+    assert len({*limits.ravel().tolist()}) > 1
+    assert any(len({*row.tolist()}) > 1 for row in limits)  # it depends on the other row
+    assert largest_error(limits) < 1e-8
+    # Neither the probability of what was drawn may be used, nor later confidences in a unit.
+    assert largest_error(limits_of(drawn, unit, spare)) > 0.005
+    if unit > 1:
+        assert largest_error(limits_of(confidence, unit, spare, drawn=False)) > 1e-4
+
+
 # --- the choice ----------------------------------------------------------------------------------
 
 
@@ -321,15 +371,23 @@ def choosing(monkeypatch: pytest.MonkeyPatch, costs: tuple[float, ...]) -> None:
     monkeypatch.setattr(DraftLengthController, "learn", lambda *args: None)
 
 
-@pytest.mark.parametrize("drafter", ["mixed", pytest.param("dflash", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drafter", "cache_tokens"),
+    [
+        ("mixed", None),
+        pytest.param("dflash", None, marks=pytest.mark.slow),
+        pytest.param("dflash", 160, marks=pytest.mark.slow),  # rows of several pages
+    ],
+)
 def test_greedy_tokens_are_those_of_plain_decoding(
-    drafter: str, monkeypatch: pytest.MonkeyPatch
+    drafter: str, cache_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A made-up drafter without confidences, and one with. No step commits more than it verified."""
     c = case("31b")
-    engine = c.engine(drafter, steps_per_return=3, choose_length="survival")
+    paged = {} if cache_tokens is None else dict(cache_tokens=cache_tokens)
+    engine = c.engine(drafter, steps_per_return=3, choose_length="survival", **paged)
     widths = engine.spec.widths
-    choosing(monkeypatch, tuple(1 + 0.3 * w for w in range(len(widths))))
+    choosing(monkeypatch, tuple(1 + 0.2 * w for w in range(len(widths))))
     done = run(engine, [request(p, NEW_TOKENS) for p in c.prompts])
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
     used = set()
@@ -338,7 +396,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
         for verified, committed in zip(d.verify_lengths, d.acceptance_lengths, strict=True):
             assert committed <= verified + 1
         used |= set(d.verify_lengths)
-    assert used <= set(widths)
+    assert used <= {1, 3, 4}  # whole units
     if drafter == "mixed":
         assert len(used) > 1
 
@@ -379,6 +437,35 @@ def test_sampled_tokens_follow_the_target(
     asked = request(distribution.PROMPT, distribution.NEW_TOKENS, seed=1, temperature=1.0)
     done = run(engine, [asked] * distribution.ROWS)
     assert {v for d in done for v in d.verify_lengths} == {1, 3}
+    tokens = np.asarray([d.token_ids for d in done])
+    assert min(distribution.p_values(tokens, "temperature 1")) > distribution.FALSE_ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, dict(verification="block")], ids=["standard", "block"])
+def test_sampled_tokens_of_rows_that_compete_follow_the_target(
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    confident_dspark: Callable[[], None],
+) -> None:
+    """Units of one token, so that rows of a step verify 0 to 3 drawn drafts; a limit has any length."""
+    del confident_dspark
+    monkeypatch.setattr(distribution.prefill, "SHARED_PREFILL", 16 * distribution.SLOTS)
+    monkeypatch.setattr(engines, "ladder", lambda drafts: (0, 1, 2, drafts))
+    for module in (packing, decode_loop):
+        monkeypatch.setattr(module, "UNIT", 1)
+    choosing(monkeypatch, (1.0, 1.01, 1.6))
+    engine = cases.engine_of(
+        distribution.target(),
+        distribution.drafters()["dspark"],
+        batch_size=8,
+        cache_length=24,
+        choose_length="survival",
+        drafting=Drafting(draft_sampling=True, **options),
+    )
+    asked = request(distribution.PROMPT, distribution.NEW_TOKENS, seed=1, temperature=1.0)
+    done = run(engine, [asked] * distribution.ROWS)
+    assert {v for d in done for v in d.verify_lengths} == {0, 1, 2, 3}
     tokens = np.asarray([d.token_ids for d in done])
     assert min(distribution.p_values(tokens, "temperature 1")) > distribution.FALSE_ALARM
 

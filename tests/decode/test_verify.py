@@ -148,3 +148,29 @@ def test_synthetic_acceptance_has_the_mean_asked_for(tau):
     )
     assert set(result.accepted.tolist()) <= {int(tau) - 1, int(tau)} - {4}
     assert abs(float(result.accepted.astype(jnp.float32).mean()) + 1 - tau) < 0.02
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["certain", "drawn"])
+@pytest.mark.parametrize("block", [False, True], ids=["standard", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_with_fewer_drafts_is_judged_as_if_there_were_no_others(
+    temperature: float, block: bool, drawn: bool
+) -> None:
+    rng, g = np.random.default_rng(0), 3
+    logits = jnp.asarray(rng.normal(size=(ROWS, g + 1, VOCAB)), jnp.float32)
+    log_q = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(ROWS, g, VOCAB)), jnp.float32))
+    draft = jnp.asarray(rng.integers(VOCAB, size=(ROWS, g)), jnp.int32)
+    logits = logits.at[:, :g].add(2.5 * jax.nn.one_hot(draft, VOCAB))  # many are accepted
+    random = sampling(ROWS, temperature), keys(ROWS), jnp.zeros(ROWS, jnp.int32)
+    limit = jnp.arange(ROWS, dtype=jnp.int32) % (g + 1)
+    q = log_q if drawn else None
+    got = verify(logits, draft, *random, log_q=q, limit=limit, block=block)
+    for size in range(g + 1):
+        less = None if q is None else q[:, :size]
+        want = verify(
+            logits[:, : size + 1], draft[:, :size], *random, log_q=less, block=block and size > 0
+        )
+        rows = np.flatnonzero(limit == size)
+        assert len({*np.asarray(want.accepted)[rows].tolist()}) >= min(size + 1, 2)
+        np.testing.assert_array_equal(got.accepted[rows], want.accepted[rows])
+        np.testing.assert_array_equal(got.bonus[rows], want.bonus[rows])
