@@ -23,7 +23,7 @@ from jaxspec.drafters.selector import Block, Selector
 from jaxspec.mesh import whole_rows
 from jaxspec.models.layers import project, rms_norm
 from jaxspec.models.target import Target
-from jaxspec.models.xla import materialize
+from jaxspec.models.xla import materialize, top_k
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.weights.model_def import param
 
@@ -134,7 +134,7 @@ class CandidateSelector(Selector):
         self.top_k = config.selector_top_k
 
     def begin(self, block: Block) -> Candidates:
-        scores, index = materialize(lax.top_k(materialize(block.logits), self.top_k))
+        scores, index = materialize(top_k(materialize(block.logits), self.top_k))
         tokens = index if block.tokens is None else block.tokens[index]
         queries = whole_rows(project(block.hidden, self.hidden[...])).astype(jnp.float32)
         keys = whole_rows(self.successor[...][tokens]).astype(jnp.float32)

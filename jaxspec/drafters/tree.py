@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.drafters.base import Draft
-from jaxspec.models.xla import materialize
+from jaxspec.models.xla import materialize, top_k
 from jaxspec.options import Drafting, FieldError, Tree
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.weights.model_def import ModelDef
@@ -81,7 +81,7 @@ def grow(
 def best_children(logits: Float[Array, "B F V"], topk: int) -> Children:
     """Return the `topk` most likely tokens of each node and their log-probabilities."""
     logits = materialize(logits)
-    top, tokens = lax.top_k(logits, topk)
+    top, tokens = top_k(logits, topk)
     return Children(tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 

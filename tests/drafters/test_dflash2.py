@@ -19,6 +19,7 @@ from jaxspec.configs.dflash2 import PRESETS, DFlash2Config
 from jaxspec.drafters.dflash2 import DFlash2Drafter
 from jaxspec.drafters.selector import Block
 from jaxspec.drafters.tree import settle_num_draft_tokens
+from jaxspec.models import xla
 from jaxspec.options import Drafting, FieldError, Tree
 from jaxspec.registry import recognise
 from jaxspec.shapes import Array, Params
@@ -281,6 +282,20 @@ def test_sizes_for_benchmarks_fit_their_targets() -> None:
         assert config.max_draft_tokens == 7
 
 
+def test_the_best_of_parts_are_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many equal values, of which the first ones are taken; the form of GPUs, on a CPU."""
+
+    def on_gpu(x: Array, *, cpu: Any, default: Any) -> Any:
+        del cpu
+        return default(x)
+
+    monkeypatch.setattr(xla.lax, "platform_dependent", on_gpu)
+    rng, shape = np.random.default_rng(0), (2, 3, 1024 * xla.TOP_PARTS)
+    x = jnp.asarray(rng.integers(0, 40, shape) * rng.integers(0, 2, (2, 3, 1)), jnp.float32)
+    for one, other in zip(xla.top_k(x, 16), jax.lax.top_k(x, 16), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_candidates_are_found_without_sorting_the_vocabulary() -> None:
     """A walk reads the candidates slot by slot; XLA joined those slices with `top_k`, and sorted all."""
     config = dataclasses.replace(
@@ -295,6 +310,6 @@ def test_candidates_are_found_without_sorting_the_vocabulary() -> None:
     shapes = (2,), (2, 3, 64), (2, 3, 4096)
     dtypes = jnp.int32, jnp.float32, jnp.float32
     block = (jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, dtypes, strict=True))
-    program = jax.jit(choose).lower(made.abstract_params(), *block).compile().as_text()
+    program = jax.jit(choose).lower(made.abstract_params(), *block).compile().as_text() or ""
     assert "TopK" in program
     assert " sort(" not in program
