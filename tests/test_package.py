@@ -163,7 +163,7 @@ jaxspec.api jaxspec.plots
 jaxspec.engine jaxspec.rollout
 jaxspec.runtime
 jaxspec.decode_loop
-jaxspec.decode jaxspec.row_subset jaxspec.constraint
+jaxspec.decode jaxspec.row_subset jaxspec.constraint jaxspec.packing
 jaxspec.state
 jaxspec.drafters
 jaxspec.models
