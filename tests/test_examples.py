@@ -16,7 +16,7 @@ from tests.conftest import XLA_FLAGS
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 # These compute more than they compile, so they run with the compiler's own options and not the tests'.
-LONG = ("04_policy_gradient", "07_adapt_drafter")
+LONG = ("04_policy_gradient", "07_adapt_drafter", "08_moving_policy")
 
 
 def start(path: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -46,12 +46,12 @@ def example(name: str) -> Path:
 
 
 # Minutes on a machine that does other things.
-SLOW = "07_adapt_drafter"
+SLOW = ("07_adapt_drafter", "08_moving_policy")
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=pytest.mark.slow if p.stem == SLOW else ()) for p in EXAMPLES],
+    [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else ()) for p in EXAMPLES],
     ids=lambda path: path.stem,
 )
 def test_example(path: Path, tmp_path: Path):

@@ -29,15 +29,21 @@ def read_acceptance(directory: Path) -> Any:
     return read_json(file).get(FIELD) if file.is_file() else None
 
 
-def write_acceptance(directory: Path, value: Mapping[str, Any]) -> Path:
+def write_acceptance(directory: Path, value: Mapping[str, Any] | None) -> Path:
     """Record what was measured in a checkpoint directory, and return the file that holds it.
+
+    Args:
+      value: None removes what was recorded.
 
     Raises:
       CheckpointError: the file cannot be written.
     """
     file = config_file(directory)
     indent = 1 if file.name == _FILES[0] else 2
-    text = json.dumps({**read_json(file), FIELD: value}, indent=indent) + "\n"
+    values = {name: x for name, x in read_json(file).items() if name != FIELD}
+    if value is not None:
+        values[FIELD] = value
+    text = json.dumps(values, indent=indent) + "\n"
     temporary = file.with_name(f".{file.name}.partial")
     try:
         temporary.write_text(text)

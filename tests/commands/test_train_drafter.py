@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec.weights.measured_acceptance import read_acceptance, write_acceptance
 from tests.commands.conftest import Run
 
 SHORT = ("--steps", "4", "--rows", "2", "--anchors", "8", "--held-out", "2")
@@ -26,8 +28,11 @@ def data(tmp_path: Path) -> str:
 
 
 def test_a_run_writes_a_drafter_that_loads(invoke: Run, data: str, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    command = ["train-drafter", "target", "--from", "drafter", "--data", data, "--out", str(out)]
+    """What was measured of the drafter that it started from does not stay."""
+    out, start = tmp_path / "run", tmp_path / "start"
+    shutil.copytree("drafter", start)
+    write_acceptance(start, {"of": "other weights"})
+    command = ["train-drafter", "target", "--from", str(start), "--data", data, "--out", str(out)]
     done = invoke(*command, *SHORT, "--regenerate", "--answer-tokens", "9")
     assert done.code == 0, done.stderr
     assert "tokens a verify step on 2 held-out prompts, greedy" in " ".join(done.stdout.split())
@@ -38,6 +43,8 @@ def test_a_run_writes_a_drafter_that_loads(invoke: Run, data: str, tmp_path: Pat
     assert [x["token_ids"] for x in written] == [list(x.token_ids) for x in by_the_target]
     steps = [json.loads(x)["step"] for x in (out / "curves.jsonl").read_text().splitlines()]
     assert steps == [0, 2, 4]
+    assert read_acceptance(start) is not None
+    assert [read_acceptance(out / name) for name in ("drafter", "drafter-hf")] == [None, None]
     again = invoke(*command, *SHORT, "--regenerate", "--answer-tokens", "9")
     assert again.code == 2
     assert "the run is over; give another --out" in " ".join(again.stderr.split())

@@ -25,6 +25,7 @@ from jaxspec.weights.atomic_dir import atomic_directory
 from jaxspec.weights.conversion import convert
 from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import LoadedModel, default_dtype, load_drafter, load_target
+from jaxspec.weights.measured_acceptance import read_acceptance, write_acceptance
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.saving import save, save_hf
 
@@ -155,6 +156,9 @@ def _write(
     save(ours, model)
     if (begun.directory / "config.json").is_file():
         save_hf(hf, model)
+    for place in (ours, hf):  # what was measured of other weights
+        if place.exists() and read_acceptance(place) is not None:
+            write_acceptance(place, None)
 
 
 def _report(
@@ -177,5 +181,5 @@ def _report(
     else:
         lines.append("nothing was held out, so nothing was measured")
     name = "bundled" if Path(target.source).parent == BUNDLED else target.source
-    lines.append(f"next: jaxspec check {name} {out / 'drafter'}")
+    lines.append(f"next: jaxspec check {name} {out / 'drafter'} --record")
     console.print("\n".join(lines), markup=False, soft_wrap=True)
