@@ -11,13 +11,14 @@ Stages, in order:
     export     write jaxspec/bundled in the Hugging Face layout (seconds)
     evaluate   bits per byte, repetition and acceptance lengths on the held-out modules (CPU, 2 minutes)
 
-The weights in jaxspec/bundled come from these schedules, on one H200 with jax 0.11.2.
+The weights in jaxspec/bundled come from an H200 with jax 0.11.2. The target's schedule is the one here. The drafters'
+had as many updates, with a loop of their own and a rate that fell linearly; now `jaxspec.training` trains them.
 
 `corpus` wants the library of the Python version in recipe.py, of any build: run it with that Python, or
 name its directory with `--stdlib`. Every stage is seeded, but GPU reductions are not bitwise repeatable.
 `--schedule smoke` does a few steps of each, to try the script on a CPU. Needs optax, which flax brings
 along.
 
-Read recipe.py, then corpus.py, target.py, refine.py, drafter.py and assistant.py. The sources and so the
+Read recipe.py, then corpus.py, target.py, refine.py and drafter.py. The sources and so the
 held-out prompts are under the Python Software Foundation's licence.
 """

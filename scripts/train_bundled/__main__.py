@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from jaxspec.shapes import Params
 from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import (
-    assistant,
     corpus,
     drafter,
     evaluate,
@@ -98,6 +97,7 @@ def drafter_stage(
         _load(work / "refined.npz"),
         recipe.DRAFTER_SCHEDULES[schedule],
         _streams(work),
+        work / f"dflash-{schedule}",
         console.print,
     )
     _save(work / "dflash.npz", params)
@@ -108,11 +108,12 @@ def assistant_stage(
     schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK
 ) -> None:
     """Train the MTP assistant on the target's own text."""
-    params = assistant.train(
-        (target.target_def(dtype), assistant.assistant_def(dtype)),
+    params = drafter.train(
+        (target.target_def(dtype), drafter.assistant_def(dtype)),
         _load(work / "refined.npz"),
         recipe.ASSISTANT_SCHEDULES[schedule],
         _streams(work),
+        work / f"mtp-{schedule}",
         console.print,
     )
     _save(work / "mtp.npz", params)
@@ -136,7 +137,7 @@ def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work
     model_defs = {
         "target": target.target_def(dtype),
         "dflash": drafter.dflash_def(dtype),
-        "mtp": assistant.assistant_def(dtype),
+        "mtp": drafter.assistant_def(dtype),
     }
     models = {
         name: (

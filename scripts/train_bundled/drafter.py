@@ -1,4 +1,4 @@
-"""Train a drafter on text that the target wrote, and measure how much of it a draft gets right.
+"""Train a drafter on text that the target wrote, by `jaxspec.training.run`, and measure how much a draft gets right.
 
 `draft_logits` is the training pass of `jaxspec.training.passes`: the modules that decode, at many places of a
 text at once. The text's own tokens stand in the slots before, which is what drafts are while they are right.
@@ -9,34 +9,32 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.shapes import Array, Float, Int, Params
-from jaxspec.training import passes
+from jaxspec.training import new, passes, run
+from jaxspec.training.options import RunOptions
+from jaxspec.training.texts import Text
+from jaxspec.training.trainer import Trainer
+from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import recipe
-from scripts.train_bundled.recipe import AssistantSchedule, DrafterSchedule
-from scripts.train_bundled.target import Report, cross_entropy, generate, make_optimizer, rounded
+from scripts.train_bundled.recipe import DrafterSchedule
+from scripts.train_bundled.target import Report, generate, rounded
 
 
 def dflash_def(dtype: str) -> ModelDef:
     return ModelDef(DFlashDrafter, recipe.DFLASH, dtype)
 
 
-def initial_params(model_def: ModelDef, target_params: Params, seed: int) -> Params:
-    """Return float32 weights; what layers add to the residual stream begins small."""
-    del target_params
-    params = ModelDef(model_def.module, model_def.config, "float32").random_params(seed)
-    return {
-        name: value * 0.5 if name.endswith((".out", ".down")) else value
-        for name, value in params.items()
-    }
+def assistant_def(dtype: str) -> ModelDef:
+    return ModelDef(MTPDrafter, recipe.MTP, dtype)
 
 
 def draft_logits(
@@ -56,18 +54,18 @@ def draft_logits(
 def write_text(
     model_def: ModelDef,
     params: Params,
-    schedule: DrafterSchedule | AssistantSchedule,
+    schedule: DrafterSchedule,
     stream: np.ndarray,
     report: Report,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Let the target continue prompts cut from the training text; return its text and prompt lengths.
+) -> list[Text]:
+    """Let the target continue prompts cut from the training text; return what it wrote.
 
     Half of the prompts have the shortest length, the others any; a quarter of the texts are sampled at
     temperature 1, the others greedy.
     """
     rng = np.random.default_rng(recipe.SEED)
     shortest, longest = schedule.prompt_lengths
-    texts, all_lengths, begin = [], [], time.perf_counter()
+    texts, begin = [], time.perf_counter()
     batch = min(schedule.sequences, 2048)
     for i in range(schedule.sequences // batch):
         starts = rng.integers(0, len(stream) - longest, batch)
@@ -84,98 +82,44 @@ def write_text(
             jax.random.fold_in(jax.random.key(recipe.SEED), i),
             num_tokens=schedule.new_tokens,
         )
-        texts.append(np.asarray(text, np.uint16))
-        all_lengths.append(lengths)
-    report(
-        f"drafter: the target wrote {len(texts) * batch} texts in {time.perf_counter() - begin:.0f} s"
-    )
-    return np.concatenate(texts), np.concatenate(all_lengths)
+        texts += [_text(row, n) for row, n in zip(np.asarray(text), lengths, strict=True)]
+    report(f"drafter: the target wrote {len(texts)} texts in {time.perf_counter() - begin:.0f} s")
+    return texts
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
-def _step(
-    model_defs: tuple[ModelDef, ModelDef],
-    optimizer: optax.GradientTransformation,
-    schedule: DrafterSchedule | AssistantSchedule,
-    target_params: Params,
-    params: Params,
-    opt_state: optax.OptState,
-    texts: Int[Array, "N S"],
-    lengths: Int[Array, " N"],
-    key: Array,
-) -> tuple[Params, optax.OptState, Array, Array]:
-    which, where = jax.random.split(key)
-    chosen = jax.random.randint(which, (schedule.rows,), 0, texts.shape[0])
-    text, length = texts[chosen].astype(jnp.int32), lengths[chosen]
-    slot_weights = schedule.slot_weights()
-    num_drafts = len(slot_weights)
-    span = schedule.new_tokens - num_drafts
-    anchors = length[:, None] + jax.random.randint(
-        where, (schedule.rows, schedule.anchors), 0, span
-    )
-    at = anchors[..., None] + jnp.arange(num_drafts + 1)  # [B, A, G + 1]
-    tokens = jnp.take_along_axis(text, at.reshape(len(text), -1), axis=1).reshape(at.shape)
-    labels = tokens[..., 1:]
-    alive = jnp.cumprod(tokens[..., :-1] != recipe.EOS, axis=-1)  # nothing is drafted past the end
-    weights = slot_weights * alive
-
-    def loss_of(p: Params) -> tuple[Array, Array]:
-        logits = draft_logits(model_defs, target_params, p, text, anchors)
-        loss = jnp.sum(cross_entropy(logits, labels) * weights) / jnp.sum(weights)
-        right = jnp.cumprod((jnp.argmax(logits, axis=-1) == labels) * alive, axis=-1)
-        return loss, 1 + jnp.mean(jnp.sum(right, axis=-1))
-
-    (loss, tau), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss, tau  # type: ignore[return-value]
+def _text(row: np.ndarray, prompt_length: int) -> Text:
+    """Divide a row. Its answer ends with the first end of a sequence."""
+    ids = row.tolist()
+    answer = ids[prompt_length:]
+    if recipe.EOS in answer:
+        answer = answer[: answer.index(recipe.EOS) + 1]
+    return Text(tuple(ids[:prompt_length]), tuple(answer))
 
 
 def train(
     model_defs: tuple[ModelDef, ModelDef],
     target_params: Params,
-    schedule: DrafterSchedule | AssistantSchedule,
+    schedule: DrafterSchedule,
     streams: dict[str, np.ndarray],
+    directory: Path,
     report: Report,
-    *,
-    initial_params: Callable[[ModelDef, Params, int], Params] = initial_params,
-    seed: int = recipe.SEED + 1,
 ) -> Params:
-    """Train from scratch; return float32 master weights.
-
-    Args:
-      initial_params: makes weights of the drafter's definition, the target's weights and a seed.
-    """
+    """Train from scratch, or go on with the run in a directory; return the weights that drafted best."""
     stream = np.concatenate([streams["library"], streams["tests"][: len(streams["library"])]])
     shipped = rounded(rounded(target_params, "bfloat16"), model_defs[0].dtype)
-    written = write_text(model_defs[0], shipped, schedule, stream, report)
-    texts, lengths = jnp.asarray(written[0]), jnp.asarray(written[1])
-    optimizer = make_optimizer(
-        schedule.peak_rate, schedule.weight_decay, schedule.warmup_steps, schedule.steps
+    target = LoadedModel(model_defs[0], shipped, model_defs[0].config, None, directory, "bundled")
+    texts = write_text(model_defs[0], shipped, schedule, stream, report)
+    options = schedule.training
+    trainer = Trainer(*model_defs, options, weights=schedule.weights)
+    start = new.start_params(model_defs[1], target, options.seed)
+    running = RunOptions(
+        max_length=schedule.prompt_lengths[1] + schedule.new_tokens,
+        held_out=64,
+        evaluate_every=max(options.steps // schedule.evaluations, 1),
+        report_every=max(options.steps // 24, 1),
+        save_every=max(options.steps // 4, 1),
     )
-    params = initial_params(model_defs[1], shipped, seed)
-    opt_state = optimizer.init(params)
-    key, begin = jax.random.key(seed + 1), time.perf_counter()
-    taus: list[Any] = []
-    for step in range(1, schedule.steps + 1):
-        params, opt_state, loss, tau = _step(
-            model_defs,
-            optimizer,
-            schedule,
-            shipped,
-            params,
-            opt_state,
-            texts,
-            lengths,
-            jax.random.fold_in(key, step),
-        )
-        taus.append(tau)
-        if step % 500 == 0 or step in (1, 100, schedule.steps):
-            mean = np.mean([float(t) for t in taus[-200:]])
-            report(
-                f"drafter step {step}/{schedule.steps} loss {float(loss):.4f} tau {mean:.3f} (training text, "
-                f"greedy and sampled) after {time.perf_counter() - begin:.0f} s"
-            )
-    return params
+    return run.train(trainer, target, start, texts, directory, running, report).params
 
 
 @functools.partial(jax.jit, static_argnames="model_defs")

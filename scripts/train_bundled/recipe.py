@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
+from jaxspec.training.objectives import LossWeights
+from jaxspec.training.options import TrainingOptions
 
 PYTHON = "3.11.7"
 SEED = 20240401
@@ -114,42 +115,14 @@ class RefineSchedule:
 
 @dataclass(frozen=True)
 class DrafterSchedule:
-    """Blocks cut from text that the target itself wrote after prompts from the training text."""
+    """Training of a drafter on text that the target itself wrote after prompts from the training text."""
 
     sequences: int  # a quarter of them sampled at temperature 1, the others greedy
-    steps: int
-    rows: int = 64
-    anchors: int = 16  # blocks a row
+    training: TrainingOptions
+    weights: LossWeights
     prompt_lengths: tuple[int, int] = (64, 512)
     new_tokens: int = 256
-    peak_rate: float = 2e-3
-    weight_decay: float = 0.05
-    warmup_steps: int = 300
-    position_decay: float = 4.0
-
-    def slot_weights(self) -> np.ndarray:
-        """Return the weight of each slot of a block."""
-        return np.exp(-np.arange(DFLASH.block_size - 1) / self.position_decay).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class AssistantSchedule:
-    """Chains cut from text that the target itself wrote."""
-
-    sequences: int  # a quarter of them sampled at temperature 1, the others greedy
-    steps: int
-    rows: int = 6
-    anchors: int = 64  # chains a row
-    prompt_lengths: tuple[int, int] = (64, 64)
-    new_tokens: int = 256
-    peak_rate: float = 3e-3
-    weight_decay: float = 0.05
-    warmup_steps: int = 100
-    step_decay: float = 0.8
-
-    def slot_weights(self) -> np.ndarray:
-        """Return the weight of each draft of a chain."""
-        return np.power(self.step_decay, np.arange(MTP.num_draft_tokens)).astype(np.float32)
+    evaluations: int = 8
 
 
 TARGET_SCHEDULES = {
@@ -171,27 +144,28 @@ REFINE_SCHEDULES = {
     ),
     "full": RefineSchedule(steps=400),
 }
+_SMOKE = TrainingOptions(steps=6, rows=4, anchors=4, warmup=0.3)
+_DFLASH = TrainingOptions(
+    steps=12_000,
+    rows=64,
+    anchors=16,
+    learning_rate=2e-3,
+    warmup=0.025,
+    weight_decay=0.05,
+    seed=SEED,
+)
+_MTP = TrainingOptions(
+    steps=8000, rows=16, anchors=64, learning_rate=3e-3, warmup=0.0125, weight_decay=0.05, seed=SEED
+)
+_SHORT: Any = dict(sequences=8, new_tokens=24, evaluations=2)
+_OF_DFLASH, _OF_MTP = LossWeights(decay=4.0), LossWeights(decay=4.5)
 DRAFTER_SCHEDULES = {
     "smoke": DrafterSchedule(
-        sequences=8,
-        steps=6,
-        rows=4,
-        anchors=4,
-        prompt_lengths=(16, 32),
-        new_tokens=24,
-        warmup_steps=2,
+        training=_SMOKE, weights=_OF_DFLASH, prompt_lengths=(16, 32), **_SHORT
     ),
-    "full": DrafterSchedule(sequences=32_768, steps=12_000),
+    "full": DrafterSchedule(32_768, _DFLASH, _OF_DFLASH),
 }
 ASSISTANT_SCHEDULES = {
-    "smoke": AssistantSchedule(
-        sequences=8,
-        steps=6,
-        rows=4,
-        anchors=4,
-        prompt_lengths=(16, 16),
-        new_tokens=24,
-        warmup_steps=2,
-    ),
-    "full": AssistantSchedule(sequences=16_384, steps=8000, rows=16),
+    "smoke": DrafterSchedule(training=_SMOKE, weights=_OF_MTP, prompt_lengths=(16, 16), **_SHORT),
+    "full": DrafterSchedule(16_384, _MTP, _OF_MTP, prompt_lengths=(64, 64)),
 }
