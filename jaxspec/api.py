@@ -476,6 +476,7 @@ def load(
     dtype: str | None = None,
     quantize: str | None = None,
     quantize_head: str | None = None,
+    quantize_vision: str | None = None,
     quantize_drafter: str | None = None,
     quantize_draft_head: str | None = None,
     kv_dtype: str | None = None,
@@ -497,7 +498,8 @@ def load(
       dtype: "float32" or "bfloat16"; None for bfloat16 on GPUs and float32 elsewhere.
       quantize: the format of the target's linears and experts, such as "int8" or "int4"
         (`quantised.names`); None leaves them as they are.
-        `quantize_head` is for its embedding and head, `quantize_drafter` for all of the drafter.
+        `quantize_head` is for its embedding and head, `quantize_vision` for the linears of its vision
+        part, `quantize_drafter` for all of the drafter.
       quantize_draft_head: the format of a copy of the target's head that drafts are made with. For
         drafters that borrow the head (DFlash). Not that of the head itself.
       kv_dtype: "bfloat16", "float32" or "fp8" for the target's keys and values; None for `dtype`.
@@ -535,7 +537,7 @@ def load(
             check_borrows(loaded_drafter.model_def, quantize_draft_head)
             check_differs(quantize_draft_head, quantize_head)
     hub |= dict(quantize=quantize, quantize_head=quantize_head, kv_dtype=kv_dtype)
-    hub |= dict(drafter=loaded_drafter, vision=vision)
+    hub |= dict(drafter=loaded_drafter, vision=vision, quantize_vision=quantize_vision)
     loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)
     if loaded_drafter is not None and quantize_draft_head is not None:
         loaded_drafter = with_draft_head(loaded_drafter, loaded, quantize_draft_head)

@@ -93,6 +93,11 @@ class ModelOptions:
         "Also its embedding and head, which are one table in Gemma 4 and small Qwen3 models.",
         metavar="FORMAT",
     )
+    quantize_vision: Quantized | None = option(
+        None,
+        "Also the linears of its vision part, which embeds images in prompts.",
+        metavar="FORMAT",
+    )
     quantize_drafter: Quantized | None = option(
         None,
         "Also the drafter, its own head included. This changes acceptance, never the output.",
@@ -142,6 +147,7 @@ class ModelOptions:
         formats: dict[str, str | None] = {
             "weights": self.quantize,
             "head": self.quantize_head,
+            "vision part": self.quantize_vision,
             "drafter": self.quantize_drafter,
             "draft head": self.quantize_draft_head,
         }

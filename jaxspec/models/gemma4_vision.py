@@ -180,7 +180,12 @@ class Linear(nnx.Module):
     """
 
     def __init__(self, *shape: int, inputs: int = 1, clipped: bool, dtype: jnp.dtype):
-        self.weight = param(*shape, dtype=dtype, fan_in=math.prod(shape[:inputs]))
+        self.weight = param(
+            *shape,
+            dtype=dtype,
+            fan_in=math.prod(shape[:inputs]),
+            contracting_axes=tuple(range(inputs)),
+        )
         if clipped:
             self.ranges = param(4, dtype=dtype)
         self.inputs, self.clipped = inputs, clipped

@@ -18,6 +18,7 @@ from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
 from jaxspec._deprecated import warn_renamed
 from jaxspec.configs.base import GenerationDefaults
+from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import Family, ModelConfig, families
 from jaxspec.shapes import Params
@@ -80,6 +81,7 @@ def load_target(
     dtype: str,
     quantize: str | None = None,
     quantize_head: str | None = None,
+    quantize_vision: str | None = None,
     kv_dtype: str | None = None,
     drafter: LoadedModel | None = None,
     vision: bool = False,
@@ -103,11 +105,12 @@ def load_target(
       quantize: the format of linears and experts, such as "int8" or "int4"; None for what is
         stored. Those that are stored quantised stay as they are, but fp8 may become "fp8-dynamic".
       quantize_head: of embedding and head, likewise.
+      quantize_vision: of the linears of the vision part. What a file holds quantised there becomes
+        numbers first.
       kv_dtype: of keys and values in caches, "bfloat16", "float32" or "fp8"; None for `dtype`. fp8
         takes the scales of the checkpoint, if it has any.
       drafter: the drafter that is to draft for it.
-      vision: whether to load the vision part of the checkpoint too, if it has one. It is never
-        quantised: what a file holds quantised becomes numbers.
+      vision: whether to load the vision part of the checkpoint too, if it has one.
       read_weights: False for shapes in place of weights, to count memory. Of a hub id only the
         config files are fetched then.
 
@@ -123,6 +126,7 @@ def load_target(
         source,
         dtype,
         formats,
+        quantize_vision,
         kv_dtype,
         drafter,
         vision,
@@ -151,7 +155,7 @@ def load_drafter(
     """
     formats = (quantize, quantize)
     hub = revision, token, offline, mesh, read_weights
-    return _load("drafter", source, dtype, formats, None, None, False, *hub)
+    return _load("drafter", source, dtype, formats, None, None, None, False, *hub)
 
 
 def open_vision(directory: Path) -> WeightSource | None:
@@ -170,6 +174,7 @@ def _load(
     source: str,
     dtype: str,
     formats: tuple[str | None, str | None],
+    quantize_vision: str | None,
     kv_dtype: str | None,
     drafter: LoadedModel | None,
     vision: bool,
@@ -199,15 +204,14 @@ def _load(
     if vision and not (read_weights or is_local):
         vision_config = open_vision_config(directory)
     vision_def = None if vision_config is None else model_def_of(vision_config, dtype)
+    if quantize_vision is not None:
+        if vision_def is None:
+            raise FieldError("quantize_vision", f"{source} has no vision part here: leave it out")
+        vision_def = quantised_def(vision_def, source, quantize_vision, None, "quantize_vision")
     beside = () if vision_def is None else (vision_def,)
-    params: Params = {}
     if read_weights:
         check_weights_fit(model_def, mesh or _default_mesh(), *beside)
-        for name, weight in checkpoint.weights(model_def, mesh):
-            is_packed = isinstance(weight, QuantisedArray)
-            params[name] = weight if is_packed else model_def.pack(name, weight)
-            del weight
-        params = model_def.adopt(params)
+        params = _read(checkpoint, model_def, mesh)
     else:
         params = model_def.placed_shapes(mesh or _default_mesh())
     loaded = LoadedModel(
@@ -218,9 +222,19 @@ def _load(
     at = directory / VISION if (directory / MANIFEST).is_file() else directory
     of_vision: Params = vision_def.placed_shapes(mesh or _default_mesh())
     if of_images is not None and read_weights:
-        of_vision = dict(of_images.weights(vision_def, mesh))
+        of_vision = _read(of_images, vision_def, mesh)
     embedder = LoadedModel(vision_def, of_vision, vision_config, None, at, source)
     return dataclasses.replace(loaded, vision=embedder)
+
+
+def _read(source: WeightSource, model_def: ModelDef, mesh: Mesh | None) -> Params:
+    """Read weights onto devices. Quantise each as soon as it is there."""
+    params: Params = {}
+    for name, weight in source.weights(model_def, mesh):
+        is_packed = isinstance(weight, QuantisedArray)
+        params[name] = weight if is_packed else model_def.pack(name, weight)
+        del weight
+    return model_def.adopt(params)
 
 
 def open_source(directory: Path) -> WeightSource:

@@ -203,6 +203,7 @@ def test_every_command_loads_as_it_is_told(
         "mesh": None,
         "quantize": None,
         "quantize_head": None,
+        "quantize_vision": None,
         "quantize_drafter": None,
         "quantize_draft_head": None,
         "kv_dtype": None,

@@ -20,6 +20,8 @@ from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
 from jaxspec.configs.mtp import MTPConfig
+from jaxspec.options import FieldError
+from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import family_of
 from jaxspec.weights.conversion import Report, convert, to_hf, write_weights
 from jaxspec.weights.define import model_def_of
@@ -479,6 +481,37 @@ def test_a_target_is_saved_with_its_vision_part(released: Path, tmp_path: Path, 
         again = load_target(str(tmp_path / directory), dtype="bfloat16", vision=True).vision
         assert again is not None
         _assert_same(again.params, target.vision.params)
+
+
+@pytest.mark.parametrize(("size", "format"), [("31b", "int8"), ("e2b", "fp8")])
+def test_a_vision_part_is_quantised_if_asked(released: Path, size: str, format: str) -> None:
+    how: Any = dict(dtype="bfloat16", vision=True)
+    plain = load_target(str(released / size), **how).vision
+    quantised = load_target(str(released / size), **how, quantize_vision=format).vision
+    assert plain is not None
+    assert quantised is not None
+    linears = {n for n, x in quantised.params.items() if isinstance(x, QuantisedArray)}
+    layers = quantised.config.num_layers
+    assert len(linears) == 7 * layers  # queries, keys, values, out, gate, up, down
+    config = quantised.config
+    patches = jnp.asarray(np.random.default_rng(0).random((1, 36, 3 * config.patch_size**2)))
+    rows, columns = np.divmod(np.arange(36), 6)
+    positions = jnp.asarray(np.stack([columns, rows], -1)[None], jnp.int32)
+    # Norms of the file's random numbers would let nothing through.
+    params = {
+        n: jnp.ones_like(w) if "norm" in n or "scale" in n else w
+        for n, w in quantised.params.items()
+    }
+    rounded = {n: w.dequantise() if n in linears else w for n, w in params.items()}
+    got = np.asarray(quantised.model_def.bind(params)(patches, positions), np.float32)
+    want = np.asarray(plain.model_def.bind(rounded)(patches, positions), np.float32)
+    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
+    for name in linears:
+        exact = np.asarray(plain.params[name], np.float32)
+        difference = np.linalg.norm(np.asarray(rounded[name], np.float32) - exact)
+        assert 0 < difference < 0.05 * np.linalg.norm(exact)
+    with pytest.raises(FieldError, match="has no vision part here"):
+        load_target(str(released / size), dtype="bfloat16", quantize_vision=format)
 
 
 def test_formats_leave_vision_parts_alone(released: Path, tmp_path: Path):

@@ -203,7 +203,10 @@ def make_pair(
     program_features = ProgramFeatures.wanted_by([sampling])
     spec = make_spec(model or target_def, drafter_def, drafting, program_features)
     if images and preset is not None and (vision := vision_presets().get(preset)) is not None:
-        spec = dataclasses.replace(spec, vision=model_def_of(vision, dtype))
+        vision_def = quantised_def(
+            model_def_of(vision, dtype), preset, models.quantize_vision, None, "quantize_vision"
+        )
+        spec = dataclasses.replace(spec, vision=vision_def)
     vision_params = None if model is None or model.vision is None else model.vision.params
     if positions > target_def.config.max_positions:
         raise UsageError(

@@ -19,6 +19,7 @@ UNUSED = (
     "target",
     "drafter",
     "distributed",
+    "quantize_vision",
     "quantize_drafter",
     "quantize_draft_head",
     "text_only",

@@ -29,7 +29,7 @@ def eval_command(
         ),
     ],
     options: Annotated[EvalOptions, Fields("Task")],
-    models: Annotated[ModelOptions, Fields("Models", without=("distributed",))],
+    models: Annotated[ModelOptions, Fields("Models", without=("distributed", "quantize_vision"))],
     drafting: Annotated[Drafting, Fields("Drafting", without=("synthetic_acceptance",))],
     output: Annotated[EvalOutput, Fields("Report")],
 ) -> None:

@@ -15,7 +15,7 @@ from jaxspec.commands.train_drafter.options import DrafterOptions, RegenerateOpt
 from jaxspec.training.options import RunOptions, TrainingOptions
 
 UNUSED = (
-    *("target", "drafter", "quantize_drafter", "quantize_draft_head"),
+    *("target", "drafter", "quantize_vision", "quantize_drafter", "quantize_draft_head"),
     *("text_only", "distributed", "drafter_revision"),
 )
 """Model options that training does not have. The target is an argument. One process runs it."""
