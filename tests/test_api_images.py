@@ -103,8 +103,9 @@ def test_drafts_and_neighbours_change_no_token(pair: Pair) -> None:
         ),
         ({"kv_dtype": "fp8"}, {}),
         pytest.param({"quantize": "int4-g16", "quantize_head": "int8"}, {}, marks=pytest.mark.slow),
+        pytest.param({"quantize_vision": "int8"}, {}, marks=pytest.mark.slow),
     ],
-    ids=["tree", "fp8 caches", "int4"],
+    ids=["tree", "fp8 caches", "int4", "vision part int8"],
 )
 def test_drafts_change_no_token_in_any_form(
     directory: Path, loading: dict[str, Any], drafting: dict[str, Any]
