@@ -708,6 +708,8 @@ def a_long_result(mode: str, label: str, scale: float) -> results.CaseResult:
         tpot_ms=spread,
         kernels_per_step=12345,
         host_round_trips_per_step=12,
+        collectives_per_step=185,
+        collective_bytes_per_step=123_456_789,
         ttft_ms=spread,
         achieved_bytes_per_s=3.85e12,
         prefill_compile_s=123.4,

@@ -431,7 +431,7 @@ def test_a_rollout_that_goes_on_follows_the_target(noise):
     assert p > FALSE_ALARM if noise == "new" else p < FALSE_ALARM / 1000
 
 
-def residual_of_all(logits, draft, sampling, keys, steps, log_q) -> AcceptResult:
+def residual_of_all(logits, draft, sampling, keys, steps, log_q, limit) -> AcceptResult:
     """Draw from p after a rejection, rejected token included."""
     result = RIGHT(logits, draft, sampling, keys, steps)
     row = jnp.take_along_axis(
@@ -441,14 +441,14 @@ def residual_of_all(logits, draft, sampling, keys, steps, log_q) -> AcceptResult
     return dataclasses.replace(result, bonus=sample(row[:, 0], token_keys[:, 0]))
 
 
-def accept_all(logits, draft, sampling, keys, steps, log_q) -> AcceptResult:
+def accept_all(logits, draft, sampling, keys, steps, log_q, limit) -> AcceptResult:
     shaped = shape_logits(logits, sampling)[:, -1]
     count = jnp.full(draft.shape[0], draft.shape[1], jnp.int32)
     token_keys = fold_keys(keys, steps, count[:, None], Stream.TOKEN)
     return AcceptResult(count, sample(shaped, token_keys[:, 0]))
 
 
-def same_draws_every_step(logits, draft, sampling, keys, steps, log_q) -> AcceptResult:
+def same_draws_every_step(logits, draft, sampling, keys, steps, log_q, limit) -> AcceptResult:
     return RIGHT(logits, draft, sampling, keys, jnp.zeros_like(steps))
 
 

@@ -119,8 +119,8 @@ class Observed:
 # --- declarations --------------------------------------------------------------------------------
 
 
-SPEED, PARTS, DETAILS = range(3)
-"""The tables: results, parts of a step, resources."""
+SPEED, PARTS, EXCHANGES, DETAILS = range(4)
+"""The tables: results, parts of a step, what devices of a mesh exchange in one, resources."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,6 @@ def _speedup(rate: Spread, result: CaseResult, plain: CaseResult) -> str:
 
 def _tau(length: float, result: CaseResult, _: CaseResult) -> str:
     return f"{'set ' if result.acceptance == 'synthetic' else ''}{length:.2f}"
-
-
-def _collectives(count: int, result: CaseResult, _: CaseResult) -> str:
-    return f"{count} ({digits((result.collective_bytes_per_step or 0) / 1e6)} MB)"
 
 
 def _compiling(decode_s: float, result: CaseResult, _: CaseResult) -> str:
@@ -296,10 +292,11 @@ class CaseResult:
     )
     collectives_per_step: int | None = quantity(
         lambda o: o.loop_counts.collectives if o.pair.mesh.size > 1 else None,
-        Column(PARTS, "collectives", _collectives, "exchanges between devices in a step"),
+        Column(EXCHANGES, "collectives", _whole, "exchanges between devices in a step"),
     )
     collective_bytes_per_step: int | None = quantity(
-        lambda o: o.loop_counts.collective_bytes if o.pair.mesh.size > 1 else None
+        lambda o: o.loop_counts.collective_bytes if o.pair.mesh.size > 1 else None,
+        Column(EXCHANGES, "MB", lambda v, *_: digits(v / 1e6), "of their results, on one device"),
     )
     ttft_ms: Spread | None = quantity(
         lambda o: Spread.of(o.prefill_s, 1e3) if o.context is None else None,
@@ -388,10 +385,10 @@ def floor_table(cases: Sequence[Case], new_tokens: int, ceiling: Ceiling) -> Tab
 
 
 def result_tables(cases: Sequence[CaseResult], repeats: int) -> list[Table]:
-    """Return the tables of measured cases: results, parts of a step, resources."""
+    """Return the tables of measured cases. Without several devices there is none of exchanges."""
     plain = {r.case: r for r in cases if r.mode == "plain"}
     tables = []
-    for number in (SPEED, PARTS, DETAILS):
+    for number in (SPEED, PARTS, EXCHANGES, DETAILS):
         columns = {
             column: cells
             for field in dataclasses.fields(CaseResult)
@@ -399,6 +396,8 @@ def result_tables(cases: Sequence[CaseResult], repeats: int) -> list[Table]:
             if column.table == number
             if any(cells := [_cell(column, field.name, r, plain[r.case]) for r in cases])
         }
+        if not columns:
+            continue
         title = f"measured: median (min-max) of {repeats}, warm-up and compilation excluded"
         table = _table(title if number == SPEED else "", {c.heading: c.meaning for c in columns})
         for r, *cells in zip(cases, *columns.values(), strict=True):
