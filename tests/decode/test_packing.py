@@ -60,4 +60,4 @@ def test_a_packed_pass_computes_what_a_rectangle_does(name: str, subset: bool) -
         for one, other in pairs:
             np.testing.assert_allclose(one[row, :count], other[row, :count], rtol=1e-5, atol=5e-5)
     for one, other in zip(jax.tree.leaves(got.caches), jax.tree.leaves(want.caches), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=3e-5)
+        np.testing.assert_allclose(one, other, atol=1e-5)
