@@ -27,6 +27,7 @@ from jaxspec.engine.draft_length_policy import (
     TIMED_STEPS,
     Choice,
     Chooser,
+    Costs,
     SurvivalGate,
     ladder,
 )
@@ -44,6 +45,8 @@ LOG_EVERY_S = 60.0
 """Least seconds between two lines about drafting, which may stop and start often at a near-tie."""
 
 CALLS, STEPS = 3, 8  # of a measurement
+_TOO_DEAR = 1e9
+"""Cost of a width that no step is to take, beside 1."""
 
 
 class LengthUse(NamedTuple):
@@ -90,6 +93,7 @@ class DraftLengthController:
             lengths = ladder(spec.num_draft_tokens)
             self.chooser = Chooser(lengths, compiled=lengths[-1:])
         self.gate = SurvivalGate() if self.chooser and spec.widths else None
+        self._choosing = Costs()  # of steps that choose, by the width that they take
         self._compile_s = 0.0  # of a decode program
         self._call: tuple[int, bool, float, int] | None = None
         self._chooses = False  # whether steps of that call choose
@@ -132,7 +136,7 @@ class DraftLengthController:
     def _with_costs(self, chooser: Chooser, choice: Choice, rows: int, max_steps: int) -> Choice:
         """Let the steps of a call choose, if that is quicker. Tries of other lengths stay as they are."""
         is_usual = choice == (max_steps, chooser.current, None)
-        costs = [chooser.costs.of(v, rows) for v in self.runtime.spec.widths]
+        costs = [self._choosing.of(v, rows) for v in self.runtime.spec.widths]
         known = tuple(cost for cost in costs if cost)
         if self.gate is None or not (self._is_warm and is_usual) or len(known) < len(costs):
             return choice
@@ -251,22 +255,50 @@ class DraftLengthController:
                     for computed in (rows, *others):
                         chooser.costs.add(length, computed, step_s)
             chooser.compiled.add(length)
-        if costs := self._dummy_costs:
-            for rows in (runtime.batch_size, *small_batches):
-                state = self._with_active(state, 1, rows)
-                call = self._bind(state, output, 1, chooser.full, rows, costs)
-                state, _ = jax.block_until_ready(call(state))
+        if self.gate:
+            state = self._measure_choosing(state, output, small_batches, steps)
         self._is_warm = True
         return runtime.clear(state, np.ones(runtime.num_rows, bool), self._dummy_tables)
 
+    def _measure_choosing(
+        self,
+        state: DecodeState,
+        output: OutputRequest,
+        small_batches: Sequence[int],
+        steps: int,
+    ) -> DecodeState:
+        """Time steps that choose, for each width that they may take.
+
+        They hold the choice, and their rows share a pass in another way than those of one length.
+        """
+        full, widths = self.runtime.spec.num_draft_tokens, self.runtime.spec.widths
+        self._choosing.small_batches = tuple(small_batches)
+        for rows in (self.runtime.batch_size, *small_batches):
+            for width in widths:
+                only = tuple(1.0 if other == width else _TOO_DEAR for other in widths)
+                state, seconds = self._timed(state, output, full, rows, steps, only)
+                for step_s in seconds[1:]:
+                    self._choosing.add(width, rows, step_s)
+        return state
+
     def _timed(
-        self, state: DecodeState, output: OutputRequest, length: int, rows: int, steps: int
+        self,
+        state: DecodeState,
+        output: OutputRequest,
+        length: int,
+        rows: int,
+        steps: int,
+        costs: tuple[float, ...] | None = None,
     ) -> tuple[DecodeState, list[float]]:
-        """Return the state, and the seconds of a step in each of several calls."""
+        """Return the state, and the seconds of a step in each of several calls.
+
+        Args:
+          costs: of each width, by which the steps choose.
+        """
         seconds = []
         for max_steps in (1, *[steps] * CALLS):
             state = self._with_active(state, max_steps, rows)
-            call = self._bind(state, output, max_steps, length, rows)
+            call = self._bind(state, output, max_steps, length, rows, costs)
             begin = time.perf_counter()
             state, _ = jax.block_until_ready(call(state))
             taken_s = time.perf_counter() - begin
