@@ -337,6 +337,33 @@ def test_a_loop_over_a_few_of_many_slots_copies_no_cache(
         assert moves_of_caches(hlo, [cache for cache in state.caches if cache is not None]) == []
 
 
+@NEEDS_MOSAIC
+@pytest.mark.parametrize(("preset", "experts"), [("31b", False), ("26b-a4b", True)])
+def test_rows_that_compete_share_a_pass_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, preset: str, experts: bool
+) -> None:
+    """A pass of 3 drafts on average has 32 tokens of 8 rows: no cache and no weight is gathered for them."""
+    monkeypatch.setattr("pallas_kernels.attention.capability", lambda: 9.0)
+    spec, rows = small(preset, "chain, chosen in each step"), 8
+    compiled, state = compile_loop(spec, rows)
+    assert compiled.memory_analysis().temp_size_in_bytes < 512 << 20  # of which logits: 134 MB each
+    hlo = compiled.as_text()
+    assert big_moves(hlo) == []
+    if preset == "31b":  # widths of 26B-A4B are as long as its caches here
+        assert moves_of_caches(hlo, [cache for cache in state.caches if cache is not None]) == []
+    heads = re.findall(r"\[(\d+),262144\]\S* fusion\(.*/verify/head", hlo)
+    assert {rows * (width + 1) for width in spec.widths} <= {*map(int, heads)}
+    layers = len(spec.target.config.layer_types) * len(spec.widths)
+    kernels = (
+        "qkv",
+        "attention",
+        "add_norm",
+        *(("experts_gate_up", "experts_down") if experts else ()),
+    )
+    for kernel in kernels:
+        assert len(re.findall(rf"/verify/\S*{kernel}/pallas_call", hlo)) >= layers, kernel
+
+
 def state_in_pages(preset: str, drafts: str) -> tuple[Any, list[Any]]:
     """Return an abstract state of 32 rows in pages, and its caches."""
     spec = small(preset, drafts)
