@@ -5,7 +5,9 @@
 A figure is the time of the GPU's own kernels, by its profile: the median of each kernel, and the
 sum of all kernels of a call. Adding up parts is a kernel. Launching is not counted. Weights are
 random, and so many that none stays in the L2 cache between calls. "GB/s" is the size of the weight
-by the time. "error" is that of a result in float32 against the plain reference's, in the 2-norm.
+by the time. "floor" is the time of reading the weight once, or of the arithmetic where that takes
+longer, at rates that the same run measures. "error" is that of a result in float32 against the plain
+reference's, in the 2-norm.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from jaxspec.commands.bench.floor import Ceiling, StepCost, measure_ceiling
 from jaxspec.commands.output import json_lines, write_line
 from pallas_kernels import int4_matmul, int8_matmul
 from pallas_kernels.common import reference_ops
@@ -49,6 +52,7 @@ class Measured(NamedTuple):
     implementation: str
     us: float
     gb_a_second: float
+    floor_us: float
     error: float
     kernels: dict[str, float]
 
@@ -163,6 +167,7 @@ def measure(
     rows: int,
     implementation: str,
     runs: int,
+    ceiling: Ceiling,
     make: Callable[..., Run] = product,
 ) -> Measured:
     """Time one product, and compare it with the reference.
@@ -187,8 +192,11 @@ def measure(
         for name in (implementation, "reference")
     )
     error = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
-    gb_a_second = size_bytes / us / 1e3
-    return Measured(size, format, rows, implementation, us, gb_a_second, error, kernels)
+    # Tensor cores multiply numbers of 8 bits twice as fast.
+    flops = 2.0 * rows * inputs * outputs / (2 if format == "fp8-dynamic" else 1)
+    floor_us = StepCost(size_bytes, 0.0, flops).floor_s(ceiling) * 1e6
+    speed = us, size_bytes / us / 1e3, floor_us
+    return Measured(size, format, rows, implementation, *speed, error, kernels)
 
 
 def main(
@@ -229,7 +237,18 @@ def main(
     if device.platform != "gpu":
         raise typer.BadParameter("kernels are timed by a GPU's profile, and there is no GPU here")
     on = dict(device=device.device_kind, jax=jax.__version__, runs=runs)
-    columns = ("size", "format", "rows", "implementation", "us", "GB/s", "error", "kernels")
+    ceiling = measure_ceiling("bfloat16", 2**31)
+    columns = (
+        "size",
+        "format",
+        "rows",
+        "implementation",
+        "us",
+        "GB/s",
+        "floor",
+        "error",
+        "kernels",
+    )
     table = Table(*columns, title=f"{on['device']}, jax {on['jax']}")
     with (
         json_lines(to) if to else contextlib.nullcontext() as file,
@@ -239,12 +258,14 @@ def main(
             if kind == "bfloat16" and chosen != implementation[0]:
                 continue  # XLA has one product of these
             try:
-                one = measure(name, kind, count, chosen, runs, activated if activation else product)
+                make = activated if activation else product
+                one = measure(name, kind, count, chosen, runs, ceiling, make)
             except (NotImplementedError, ValueError) as error:  # no such kernel, or none for these
-                table.add_row(name, kind, str(count), chosen, "", "", "", str(error))
+                table.add_row(name, kind, str(count), chosen, "", "", "", "", str(error))
                 continue
             parts = ", ".join(f"{kernel[:24]} {us:.1f}" for kernel, us in one.kernels.items())
-            figures = f"{one.us:.1f}", f"{one.gb_a_second:,.0f}", f"{one.error:.1e}"
+            speed = f"{one.us:.1f}", f"{one.gb_a_second:,.0f}", f"{one.floor_us:.1f}"
+            figures = *speed, f"{one.error:.1e}"
             table.add_row(name, kind, str(count), chosen, *figures, parts)
             if file is not None:
                 write_line(file, one._asdict() | on)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,27 @@ def test_keys_and_values_stop_growing_at_the_window() -> None:
 def test_floors_of_an_h200(preset: str, batch: int, drafter: bool, milliseconds: float) -> None:
     floor_s = floor.step_floor_s(spec(preset, drafter=drafter), batch, 384, H200)
     assert floor_s * 1e3 == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_the_floor_of_a_stream_is_arithmetic_of_prompts_and_steps_of_full_slots() -> None:
+    """A prompt has logits for one token. A drafter shortens the stream by what a step commits."""
+    pair = spec("31b")
+    requests = [(100, 40), (300, 24)]
+    steps_s = 8 * floor.step_floor_s(pair, 8, 216, H200)
+    assert pair.target.head is not None
+    head = pair.target.abstract_params()[pair.target.head]
+    numbers = sum(math.prod(a.shape) for a in pair.target.abstract_params().values())
+    least = 2 * 400 * (numbers - math.prod(head.shape)) / H200.flops_per_s
+    found = floor.stream_floor_s(pair, 8, requests, H200)
+    assert found is not None
+    assert least < found - steps_s < 1.02 * least
+    drafting = spec("31b", drafter=True)
+    assert floor.stream_floor_s(drafting, 8, requests, H200) is None
+    drafting = dataclasses.replace(drafting, drafting=Drafting(15, synthetic_acceptance=4))
+    two_steps_s = 2 * floor.step_floor_s(drafting, 8, 216, H200)
+    assert floor.stream_floor_s(drafting, 8, requests, H200) == pytest.approx(
+        found - steps_s + two_steps_s
+    )
 
 
 @pytest.mark.parametrize("preset", list(MTP_PRESETS))
@@ -353,6 +375,22 @@ def test_report_of_a_run(report: dict[str, Any]) -> None:
         assert result["footprint"]["caches"] > 0
         experts = result["distinct_experts"]
         assert 3 <= experts["min"] <= experts["median"] <= experts["max"] <= 8
+
+
+def test_whole_steps_alone() -> None:
+    """Are the drafter's, without plain decoding beside it and without the parts of a step."""
+    pair, text = tiny_pair(synthetic_acceptance=2.5), io.StringIO()
+    options = BenchOptions(batch_size=(2,), new_tokens=10, repeats=1, steps_only=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "measure_ceiling", lambda *_: H200)
+        prompts = pair.prompts(2, 20, 0)
+        report = run.run(Console(file=text, width=80), pair, prompts, options)
+    (result,) = report["results"]
+    assert (result["mode"], result["label"]) == ("speculative", "dflash 3")
+    assert result["step_ms"]["median"] > 0
+    assert result["acceptance_length"] == pytest.approx(2.5, abs=0.8)
+    assert [result[name] for name in ("draft_ms", "verify_ms", "rest_ms")] == [None] * 3
+    assert "speedup" not in text.getvalue()
 
 
 def test_seconds_to_the_first_token_are_added_up(report: dict[str, Any]) -> None:
@@ -657,6 +695,7 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
         (["--context-length", "99"], "which no drafter can follow"),
         (["--random-weights", "e4b", "--new-tokens", "200000"], "need 200257 positions; e4b"),
         (["--plot", "steps.txt"], "expected a file that ends in"),
+        (["--steps-only", "--plot", "steps.svg"], "--steps-only times whole steps alone"),
         (
             ["--prompt-length", "65"],
             "--prompt-length 65: the prompts of the bundled target have 64",

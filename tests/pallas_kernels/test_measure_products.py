@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from jaxspec.commands.bench.floor import Ceiling
 from pallas_kernels.int8_matmul.cases import SHAPES
 from scripts import measure_products
 
@@ -28,11 +29,14 @@ def test_every_format_is_multiplied(format: str, monkeypatch: pytest.MonkeyPatch
         return {"product": 3.0, "sum": 1.0}
 
     monkeypatch.setattr(measure_products, "kernel_times", kernel_times)
-    found = measure_products.measure("small", format, 4, "auto", runs=3)
+    ceiling = Ceiling(bytes_per_s=1e9, flops_per_s=1e9)
+    found = measure_products.measure("small", format, 4, "auto", runs=3, ceiling=ceiling)
     assert (found.us, found.error) == (4.0, 0.0)
     bits = {"bfloat16": 16, "int4": 4.5, "int4-g64": 4.25, "int4-g128": 4.125}.get(format, 8)
     scales = 0 if bits != 8 else 64 * 4
     assert found.gb_a_second * found.us * 1e3 == pytest.approx(128 * 64 * bits / 8 + scales)
+    products = 2 * 4 * 128 * 64 / (2 if format == "fp8-dynamic" else 1)
+    assert found.floor_us == pytest.approx(products / 1e3)
     results = timed[0]
     assert all(out.shape == (4, 64) and out.dtype == jnp.bfloat16 for out in results)
     assert not jnp.array_equal(results[0], results[1])  # another weight
@@ -62,6 +66,7 @@ def test_the_table_and_its_lines_of_json(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setitem(SHAPES, "small", (128, 64))
     monkeypatch.setattr(measure_products, "CACHE_BYTES", 1)
     monkeypatch.setattr(measure_products, "kernel_times", lambda call, runs: {"product": 3.0})
+    monkeypatch.setattr(measure_products, "measure_ceiling", lambda *_: Ceiling(1e12, 1e15))
     gpu = types.SimpleNamespace(platform="gpu", device_kind="A GPU")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     to = tmp_path / "products.json"

@@ -74,6 +74,8 @@ def bench_command(
     refuse_inputs(output.json_path, ("--trace", trace.trace))
     if options.dry_run and output.plot_path is not None:
         raise UsageError("--plot draws what was measured, and --dry-run measures nothing")
+    if options.steps_only and (output.plot_path is not None or options.images):
+        raise UsageError("--steps-only times whole steps alone: leave --plot and --images out")
     if options.images and (output.plot_path is not None or trace.trace is not None):
         raise UsageError("--images has tables alone: leave --plot and --trace out")
     if options.context_length and not models.is_plain and drafting.synthetic_acceptance is None:

@@ -6,9 +6,10 @@ Read `step_costs`; `registry.costs` counts the costs of models. Only the ceiling
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +56,31 @@ def step_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
 def step_floor_s(spec: DecodeSpec, batch: int, context: int, ceiling: Ceiling) -> float:
     """Return the least seconds of a step."""
     return sum(cost.floor_s(ceiling) for cost in step_costs(spec, batch, context))
+
+
+def stream_floor_s(
+    spec: DecodeSpec, slots: int, requests: Sequence[tuple[int, int]], ceiling: Ceiling
+) -> float | None:
+    """Return the least seconds of a stream of requests; None if nothing says what a step commits.
+
+    That is the arithmetic of the prompts without padding, each with logits for one token, and so
+    many steps of full slots as the new tokens need. What a drafter reads of a prompt is not counted.
+
+    Args:
+      requests: prompt tokens and new tokens of each.
+    """
+    acceptance = spec.drafting.synthetic_acceptance
+    if spec.drafter is not None and acceptance is None:
+        return None
+    target, flops = spec.target, 0.0
+    head = None if target.head is None else target.abstract_params()[target.head]
+    for prompt, _ in requests:
+        # A token sees half of the prompt on average.
+        flops += target_cost(target, 1, prompt, -(prompt // 2)).flops
+        flops -= 0.0 if head is None else operations(head, prompt - 1)
+    steps = math.ceil(sum(new for _, new in requests) / (slots * (acceptance or 1)))
+    context = round(statistics.mean(prompt + new / 2 for prompt, new in requests))
+    return flops / ceiling.flops_per_s + steps * step_floor_s(spec, slots, context, ceiling)
 
 
 def target_cost(model_def: ModelDef, batch: int, tokens: int, context: int) -> StepCost:

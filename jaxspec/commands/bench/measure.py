@@ -107,6 +107,7 @@ def measure(
     repeats: int,
     seed: int,
     context: int | None = None,
+    parts: bool = True,
     notify: Notify = lambda _: None,
 ) -> CaseResult:
     """Prefill and decode one batch of prompts, `repeats` times after a warm-up.
@@ -114,6 +115,7 @@ def measure(
     Args:
       ceiling: of one device; floors and rates are of the devices that share the same rows.
       context: prefill nothing; rows start after so many tokens, with their first prompt token.
+      parts: whether to time the drafter and the target by themselves too, and to count experts.
     """
     mesh = pair.mesh
     spec, (batch, prompt_length) = pair.spec, prompts.shape
@@ -156,6 +158,8 @@ def measure(
         observed.lengths.append(
             np.concatenate([accepted[i, :n] for i, n in enumerate(num_steps)]).mean()
         )
+    if not parts:
+        return CaseResult.of(observed)
     if spec.target.config.num_experts:
         weights = (pair.target_params, pair.drafter_params)
         with jax.set_mesh(mesh):

@@ -55,6 +55,11 @@ class BenchOptions:
         "Measure images instead of decoding: one of each size through the target's vision part, and "
         "the first token of a prompt with one.",
     )
+    steps_only: bool = option(
+        False,
+        "Time whole steps alone: not their parts, and no plain decoding beside a drafter. Takes half "
+        "the time, most of which is compiling.",
+    )
     repeats: int = option(5, "Timed runs of each case.", range=at_least(1))
     seed: int = option(0, "Of random weights and prompts.", range=at_least(0))
     dry_run: bool = option(False, DRY_RUN)

@@ -71,6 +71,7 @@ class Observed:
       prefill_s, step_s, token_s, tokens_per_s, lengths: a number per repeat: seconds of prefill, of
         a step and of a row's token, tokens per second of all rows, mean acceptance length.
       draft_s, verify_s: seconds of each model by itself; no draft in plain decoding.
+        Both are empty if whole steps alone are timed.
       experts: used by one target pass, per layer; None for models without experts.
     """
 
@@ -105,8 +106,10 @@ class Observed:
         return loop_counts(self.loop.as_text(), sampled=self.pair.sampling.temperature > 0)
 
     @property
-    def rest_s(self) -> float:
-        """Seconds of a step beyond its two models."""
+    def rest_s(self) -> float | None:
+        """Seconds of a step beyond its two models; None if these were not timed."""
+        if not self.verify_s:
+            return None
         parts = (s for s in (self.draft_s, self.verify_s) if s)
         return statistics.median(self.step_s) - sum(map(statistics.median, parts))
 
@@ -165,7 +168,7 @@ def _per_second(rate: Spread, *_: Any) -> str:
 
 
 def _speedup(rate: Spread, result: CaseResult, plain: CaseResult) -> str:
-    return "" if result is plain else f"{rate.median / plain.tokens_per_s.median:.2f}x"
+    return "" if result.mode == plain.mode else f"{rate.median / plain.tokens_per_s.median:.2f}x"
 
 
 def _tau(length: float, result: CaseResult, _: CaseResult) -> str:
@@ -223,8 +226,9 @@ class CaseResult:
       tokens_per_s: returned tokens of all rows after prefill's, over decode time.
       acceptance: "real" or "synthetic"; None for plain decoding.
       acceptance_length: mean over all verify steps of all rows; None for plain decoding.
-      draft_ms: of drafting and absorbing alone; None for plain decoding.
-      verify_ms: of the target's pass alone, with the choice of its best tokens.
+      draft_ms: of drafting and absorbing alone; None for plain decoding and `--steps-only`.
+      verify_ms: of the target's pass alone, with the choice of its best tokens; None with
+        `--steps-only`, as `rest_ms`.
       rest_ms: `step_ms` less those two, of medians: acceptance, bookkeeping, the loop. Slightly
         below zero if the parts overlap.
       tpot_ms: decode time over a row's mean tokens.
@@ -271,12 +275,12 @@ class CaseResult:
         lambda o: Spread.of(o.draft_s, 1e3) if o.draft_s else None,
         Column(PARTS, "draft ms", _median, "the drafter by itself"),
     )
-    verify_ms: Spread = quantity(
-        lambda o: Spread.of(o.verify_s, 1e3),
+    verify_ms: Spread | None = quantity(
+        lambda o: Spread.of(o.verify_s, 1e3) if o.verify_s else None,
         Column(PARTS, "verify ms", _median, "the target by itself"),
     )
-    rest_ms: float = quantity(
-        lambda o: o.rest_s * 1e3,
+    rest_ms: float | None = quantity(
+        lambda o: None if o.rest_s is None else o.rest_s * 1e3,
         Column(PARTS, "rest ms", lambda v, *_: digits(v, 2), "the step beyond both"),
     )
     tpot_ms: Spread = quantity(
@@ -386,7 +390,8 @@ def floor_table(cases: Sequence[Case], new_tokens: int, ceiling: Ceiling) -> Tab
 
 def result_tables(cases: Sequence[CaseResult], repeats: int) -> list[Table]:
     """Return the tables of measured cases. Without several devices there is none of exchanges."""
-    plain = {r.case: r for r in cases if r.mode == "plain"}
+    # With whole steps alone there is no plain decoding beside a drafter: each stands for itself.
+    plain = {r.case: r for r in sorted(cases, key=lambda r: r.mode == "plain")}
     tables = []
     for number in (SPEED, PARTS, EXCHANGES, DETAILS):
         columns = {

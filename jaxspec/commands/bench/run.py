@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec.commands.bench import GENERATED, images, trace
-from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
+from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost, stream_floor_s
 from jaxspec.commands.bench.measure import measure
 from jaxspec.commands.bench.options import BenchOptions, TraceOptions
 from jaxspec.commands.bench.pair import ModelPair, bench_cache_length, make_pair
@@ -54,7 +54,8 @@ def run(
         f"{conditions['prompts']} · {new_tokens} new tokens a row, {described(pair.sampling)}, no "
         f"stop ids"
     )
-    modes = [pair] if pair.spec.drafter is None else [pair.plain(), pair]
+    alone = pair.spec.drafter is None or options.steps_only
+    modes = [pair] if alone else [pair.plain(), pair]
     starts = contexts or [prompts.shape[1]]
     cases = [Case(*case) for case in itertools.product(options.batch_sizes, starts, modes)]
     console.print(floor_table(cases, new_tokens, ceiling))
@@ -69,6 +70,7 @@ def run(
             repeats=options.repeats,
             seed=options.seed,
             context=case.start if contexts else None,
+            parts=not options.steps_only,
             notify=lambda activity, name=name: notify(f"{name}: {activity}"),
         )
         results.append(result)
@@ -264,6 +266,12 @@ def run_trace(
 ) -> dict[str, Any]:
     """Send a trace through an engine, print the results, and return them as JSON values."""
     pair, stream, cache_length = _traced(models, drafting, sampling, options, preset, seed)
+    notify("measuring the device")
+    ceiling = measure_ceiling(
+        pair.spec.target.dtype, step_cost(pair.spec, options.slots, cache_length).weight_bytes
+    )
+    lengths = [(r.prompt_tokens, r.new_tokens) for r in stream]
+    floor_s = stream_floor_s(pair.spec, options.slots, lengths, ceiling)
     engine = Engine(
         *pair.loaded,
         drafting=drafting,
@@ -305,11 +313,15 @@ def run_trace(
 
         report, moments = trace.run(engine, stream, requests, update)
     console.print(trace.render(report))
+    if floor_s is not None:
+        console.print(f"floor: {floor_s:.2f} s, with all slots taken and prompts without padding")
     if plot_path is not None:
         trace.draw(report, moments, f"{pair.title}, {device}", plot_path)
     return {
         **_models_of(pair, seed),
         "trace": dataclasses.asdict(options),
         "cache_length": engine.cache_length,
+        "ceiling": dataclasses.asdict(ceiling),
+        "floor_s": floor_s,
         **trace.to_json(report, moments),
     }
