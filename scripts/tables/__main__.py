@@ -57,7 +57,10 @@ def run_command(
     number, _, count = part.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise typer.BadParameter(f"--part {part} is not like 2/4")
-    machine = Machine.here(platform=platform, commit=commit)
+    try:
+        machine = Machine.here(platform=platform, commit=commit)
+    except RuntimeError as error:
+        raise typer.BadParameter(str(error)) from None
     jobs = jobs_of(c for c in CASES if not only or c.table in only)
     jobs = [job for job in jobs if job.cases[0].platform == machine.platform]
     jobs = jobs[int(number) - 1 :: int(count)]

@@ -59,14 +59,29 @@ class Machine:
         """Return the GPU of this machine, or its CPU, and the commit of this source tree.
 
         A plus behind the commit stands for changes that are not committed.
+
+        Raises:
+          RuntimeError: there is no GPU, and one is wanted.
         """
-        found = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
-        platform = platform or ("gpu" if found else "cpu")
+        name = "" if platform == "cpu" else _gpu()
+        platform = platform or ("gpu" if name else "cpu")
+        if platform == "gpu" and not name:
+            raise RuntimeError("JAX finds no GPU here")
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
         commit = commit or _output(describe).strip()
         version = f"{__version__} ({commit})" if commit else __version__
-        card = found[0].strip() if platform == "gpu" else _cpu()
-        return cls(card, platform, version, importlib.metadata.version("jax"))
+        return cls(
+            name if platform == "gpu" else _cpu(),
+            platform,
+            version,
+            importlib.metadata.version("jax"),
+        )
+
+
+def _gpu() -> str:
+    """Return the name of the first GPU as JAX has it, by a process that gives its memory back."""
+    script = "import jax; d = jax.devices()[0]; print(d.device_kind if d.platform == 'gpu' else '')"
+    return _output([sys.executable, "-c", script]).strip()
 
 
 def _output(command: Sequence[str]) -> str:
