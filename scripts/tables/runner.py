@@ -10,6 +10,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -92,13 +93,15 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """Return the cores of this machine, and its widest vectors."""
+    """Return the name of this machine's CPU, its cores, and its widest vectors."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else ""
+    name = re.search(r"^model name\s*: (.+)$", text, re.M)
     vectors = next(
-        (n for flag, n in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in text), ""
+        (v for flag, v in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in text), ""
     )
-    return f"{os.cpu_count()} cores" + (f" with {vectors}" if vectors else "")
+    cores = f"{os.cpu_count()} cores" + (f" with {vectors}" if vectors else "")
+    return cores if name is None else f"{name[1].strip()}, {cores}"
 
 
 # --- jobs ----------------------------------------------------------------------------------------
