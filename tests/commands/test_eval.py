@@ -95,6 +95,73 @@ def test_the_protocol_says_how_to_decode(invoke: Run, tmp_path: Path) -> None:
     assert json.loads(again.stdout)["digest"] == values["digest"]
 
 
+def test_a_second_turn_follows_the_reply_to_the_first(invoke: Run, tmp_path: Path) -> None:
+    """As in z-lab's protocol; the other one has the first turn alone. By hand with `Pair.generate`."""
+    lines: list[dict[str, Any]] = [
+        {"prompt": ["Name a class.", "Give it a method."], "category": "a"},
+        {"prompt": ["Write a loop."], "category": "b"},
+        {"prompt": ["Import a module.", "Use it."], "category": "a"},
+    ]
+    file, rows = write(tmp_path / "question.jsonl", lines), tmp_path / "rows.jsonl"
+    options = ("--data", str(file), "--target", "target", "--drafter", "drafter")
+    options += ("--dtype", "float32", *SIZES)
+    done = invoke(
+        *("eval", "mt-bench", *options, "--protocol", "z-lab"), "--rows", str(rows), "--json", "-"
+    )
+    assert done.code == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert (values["prompts"], values["turns"], values["summary"]["responses"]) == (3, 5, 5)
+    assert "3 prompts with 5 turns" in done.stderr
+
+    pair, lengths, ids = jaxspec.load("target", "drafter", dtype="float32"), [], []
+    for line in lines:
+        messages: list[dict[str, str]] = []
+        for turn in line["prompt"]:
+            messages.append({"role": "user", "content": turn})
+            prompt = pair.encode(messages, chat=True, chat_options={"enable_thinking": False})
+            (made,) = pair.generate([prompt], max_new_tokens=12, batch_size=1)
+            messages.append({"role": "assistant", "content": made.text})
+            lengths.append(made.acceptance_lengths)
+            ids.append((prompt, made.token_ids))
+    every = [n for row in lengths for n in row]
+    assert values["summary"]["micro"]["value"] == sum(every) / len(every)
+    assert values["summary"]["by_category"][1]["steps"] == len(lengths[2])
+    kept = {row["index"]: row for row in map(json.loads, rows.read_text().splitlines()[:-1])}
+    for mode in (0, 1):  # plain decoding answers the same prompts
+        made_rows = [kept[2 * i + mode] for i in range(5)]
+        assert [(tuple(r["prompt_ids"]), tuple(r["token_ids"])) for r in made_rows] == ids
+
+    one = invoke("eval", "mt-bench", *options, "--temperature", "0", "--json", "-")
+    first = json.loads(one.stdout)
+    assert (first["turns"], first["summary"]["steps"]) == (
+        3,
+        sum(map(len, (lengths[0], lengths[2], lengths[3]))),
+    )
+    assert first["digest"] != values["digest"]
+
+
+def test_a_killed_evaluation_goes_on_with_its_second_turns(invoke: Run, tmp_path: Path) -> None:
+    """Whichever rows are there; and with more prompts."""
+    lines = [{"prompt": [text, "And then?"], "category": "a"} for text in PROMPTS]
+    file, rows = write(tmp_path / "question.jsonl", lines), tmp_path / "rows.jsonl"
+    options = ("--data", str(file), "--target", "target", "--drafter", "drafter")
+    options += ("--dtype", "float32", *SIZES, "--protocol", "z-lab", "--rows", str(rows))
+    whole = invoke("eval", "mt-bench", *options, "--limit", "2", "--json", "-")
+    assert whole.code == 0, whole.stderr
+    written = rows.read_text().splitlines(keepends=True)
+    expected = json.loads(whole.stdout)["summary"]
+    for kept in (1, 5, 7):  # of 2 prompts x 2 turns x 2 modes
+        rows.write_text("".join(written[:kept]))
+        again = invoke("eval", "mt-bench", *options, "--limit", "2", "--json", "-")
+        assert again.code == 0, again.stderr
+        assert json.loads(again.stdout)["taken_over"] == kept
+        assert json.loads(again.stdout)["summary"] == expected
+    more = invoke("eval", "mt-bench", *options, "--json", "-")
+    assert more.code == 0, more.stderr
+    assert json.loads(more.stdout)["taken_over"] == 8
+    assert json.loads(more.stdout)["turns"] == 6
+
+
 def test_counts_by_position_and_context() -> None:
     """Against loops, on made-up responses that end in several buckets."""
     rng = np.random.default_rng(0)

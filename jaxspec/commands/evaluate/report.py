@@ -89,8 +89,9 @@ def draw(e: Evaluation, path: Path) -> None:
 def _conditions(e: Evaluation) -> tuple[str, str]:
     words = "chat template" if e.chat else "no chat template"
     thinking = ", thinking" if e.thinking else ""
+    turns = f" with {e.turns} turns" if e.turns > e.prompts else ""
     return (
-        f"{e.task}: {e.prompts} prompts ({e.digest}), {words}{thinking}, protocol {e.protocol}: "
+        f"{e.task}: {e.prompts} prompts{turns} ({e.digest}), {words}{thinking}, protocol {e.protocol}: "
         f"temperature {e.temperature:g}, at most {e.max_new_tokens} new tokens",
         f"{e.target} with {e.drafter}, {e.num_draft_tokens} drafts, {e.dtypes}, {e.device}, "
         f"{e.batch_size} rows at a time",

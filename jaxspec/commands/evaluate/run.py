@@ -1,15 +1,16 @@
 """Run an evaluation: decode a task's prompts with drafts and without, and count.
 
 Read `evaluate`. Each response is a row, as `generate` writes them: row 2 i is prompt i with drafts, row
-2 i + 1 the same prompt without. A row keeps its seconds, so an evaluation that goes on after an
-interruption reports the speed of all its runs.
+2 i + 1 the same prompt without. Where prompts have several turns, each turn is a prompt here: the turns
+before it, with the replies that were made with drafts. A row keeps its seconds, so an evaluation that goes
+on after an interruption reports the speed of all its runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from jaxspec.commands.startup import load_models, shorten
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import Drafting, Sampling
+from jaxspec.runtime.runtime import make_spec
 
 Notify = Callable[[str], None]
 
@@ -58,6 +60,8 @@ class Evaluation:
     """An evaluation, with all that its numbers depend on.
 
     Attributes:
+      prompts: of the task.
+      turns: that have a response each, of all prompts.
       taken_over: rows of earlier runs.
       published: figures of others for this pair and task.
     """
@@ -75,6 +79,7 @@ class Evaluation:
     batch_size: int
     seed: int
     prompts: int
+    turns: int
     digest: str
     device: str
     version: str
@@ -124,58 +129,84 @@ def evaluate(
         raise UsageError("eval needs a drafter: --drafter")
     pair = Pair(target, drafter)
     chat = pair.tokenizer.chat_template is not None and not options.raw
-    ids = [_ids(pair, prompt, chat, thinking=options.thinking) for prompt in prompts]
+    if not (protocol.all_turns and chat):
+        prompts = [dataclasses.replace(prompt, follow_ups=()) for prompt in prompts]
+    turns = _turns_of(prompts)
+    first = [_ids(pair, prompt.content, chat=chat, thinking=options.thinking) for prompt in prompts]
     generation = target.generation
     stop_ids = generation.eos_token_ids if generation else ()
     sampling = Sampling(temperature=temperature)
-    # The draws of a prompt are the same whichever prompts are left to decode.
-    requests = [
-        Request(prompt, limit, sampling, stop_ids, options.seed, sample=i, id=i)
-        for i, prompt in enumerate(ids)
+    step_tokens = make_spec(target, drafter, drafting).step_tokens
+    most = target.config.max_positions - limit - step_tokens
+    longest = [
+        Request(_longest(pair, prompt, ids, limit, most), limit, sampling, stop_ids)
+        for prompt, ids in zip(prompts, first, strict=True)
     ]
-    engine = _engine(pair, requests, drafting, options.batch_size)
+    engine = _engine(pair, longest, drafting, options.batch_size)
     modes = [Mode("drafts", engine)]
     if not options.skip_plain:
-        modes.append(Mode("plain", _engine(pair.plain(), requests, Drafting(), options.batch_size)))
+        modes.append(Mode("plain", _engine(pair.plain(), longest, Drafting(), options.batch_size)))
     digests: dict[Key, str] = {
-        (mode.row(i), None): digest_of(
-            [of_mode, i, ids[i], stop_ids, limit, temperature, options.seed]
+        (mode.row(turn), None): digest_of(
+            [
+                *(of_mode, turn.number, first[turn.prompt], stop_ids, limit, temperature),
+                *(options.seed, *prompts[turn.prompt].follow_ups[: turn.later]),
+            ]
         )
         for mode in modes
         for of_mode in [mode.digest]
-        for i in range(len(prompts))
+        for turn in turns
     }
     done = rows.take_over(digests) if rows is not None else set()
     made = {key: earlier[key[0]] for key in done}
-    for mode in modes:
-        left = [r for i, r in enumerate(requests) if (mode.row(i), None) not in done]
-        for i, seconds, completion in mode.run(left, notify) if left else ():
-            key = (mode.row(i), None)
-            made[key] = {
-                "index": key[0],
-                "digest": digests[key],
-                "mode": mode.name,
-                "prompt_ids": ids[i],
-                "token_ids": completion.token_ids,
-                "text": pair.tokenizer.decode(completion.token_ids),
-                "finish_reason": completion.finish_reason,
-                "acceptance_lengths": completion.acceptance_lengths,
-                "seconds": seconds,
-            }
-            if rows is not None:
-                rows.write(made[key])
+    for later in range(1 + max(turn.later for turn in turns)):
+        # A turn comes after the replies to all turns before it.
+        now = [turn for turn in turns if turn.later == later]
+        asked = {turn: first[turn.prompt] for turn in now}
+        if later:
+            for turn in now:
+                prompt = prompts[turn.prompt]
+                replies = [
+                    made[modes[0].row(before), None]["text"]
+                    for before in turns
+                    if before.prompt == turn.prompt and before.later < later
+                ]
+                messages = _conversation(prompt, replies)
+                asked[turn] = _ids(pair, messages, chat=chat, thinking=options.thinking)
+        for mode in modes:
+            left = [turn for turn in now if (mode.row(turn), None) not in done]
+            # The draws of a turn are the same whichever turns are left to decode.
+            requests = [
+                Request(asked[turn], limit, sampling, stop_ids, options.seed, turn.number, id=i)
+                for i, turn in enumerate(left)
+            ]
+            for i, seconds, completion in mode.run(requests, notify) if left else ():
+                key = (mode.row(left[i]), None)
+                made[key] = {
+                    "index": key[0],
+                    "digest": digests[key],
+                    "mode": mode.name,
+                    "prompt_ids": asked[left[i]],
+                    "token_ids": completion.token_ids,
+                    "text": pair.tokenizer.decode(completion.token_ids),
+                    "finish_reason": completion.finish_reason,
+                    "acceptance_lengths": completion.acceptance_lengths,
+                    "seconds": seconds,
+                }
+                if rows is not None:
+                    rows.write(made[key])
     if scorer is not None:
         notify("scoring the replies")
-    of_modes = [[made[mode.row(i), None] for i in range(len(prompts))] for mode in modes]
+    of_modes = [[made[mode.row(turn), None] for turn in turns] for mode in modes]
     drafted, *plain = [_speed(mine, prompts, scorer) for mine in of_modes]
     responses = [
         Response(
             len(row["prompt_ids"]),
             tuple(row["acceptance_lengths"]),
             len(row["token_ids"]),
-            prompt.category,
+            prompts[turn.prompt].category,
         )
-        for row, prompt in zip(of_modes[0], prompts, strict=True)
+        for row, turn in zip(of_modes[0], turns, strict=True)
     ]
     num_drafts = engine.spec.num_draft_tokens
     result = Evaluation(
@@ -192,6 +223,7 @@ def evaluate(
         batch_size=options.batch_size,
         seed=options.seed,
         prompts=len(prompts),
+        turns=len(turns),
         digest=digest(prompts),
         device=jax.devices()[0].device_kind,
         version=jaxspec.__version__,
@@ -207,15 +239,66 @@ def evaluate(
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A turn of a prompt, which has a response in each mode.
+
+    Attributes:
+      prompt: its number.
+      later: turns of the prompt before it.
+      number: names the rows and the draws of the turn.
+    """
+
+    prompt: int
+    later: int
+    number: int
+
+
+def _turns_of(prompts: Sequence[EvalPrompt]) -> list[Turn]:
+    """Return the turns of all prompts. Numbers do not depend on the prompts behind."""
+    turns: list[Turn] = []
+    for i, prompt in enumerate(prompts):
+        turns += [Turn(i, later, len(turns) + later) for later in range(1 + len(prompt.follow_ups))]
+    return turns
+
+
+def _conversation(prompt: EvalPrompt, replies: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the messages of a prompt up to the turn that follows these replies."""
+    content = prompt.content
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
+    for reply, more in zip(replies, prompt.follow_ups, strict=False):
+        messages.append({"role": "assistant", "content": reply})
+        messages.append({"role": "user", "content": more})
+    return messages
+
+
+def _longest(
+    pair: Pair, prompt: EvalPrompt, first: tuple[int, ...], limit: int, most: int
+) -> tuple[int, ...]:
+    """Return as many ids as the last turn of a prompt may have, from the ids of its first one.
+
+    Args:
+      limit: new tokens of a reply.
+      most: the largest number of ids with which the model can still make so many.
+    """
+    later = len(prompt.follow_ups)
+    if not later:
+        return first
+    ids = _ids(pair, _conversation(prompt, ["."] * later), chat=True, thinking=False)
+    # A reply is decoded to text and encoded again, which may take other tokens.
+    spare = limit * later * 5 // 4
+    return (ids + ids[:1] * spare)[: max(most, len(first))]
+
+
+@dataclass(frozen=True)
 class Mode:
     """A way to decode the prompts: with drafts, or without."""
 
     name: str
     engine: Engine
 
-    def row(self, prompt: int) -> int:
-        """Return the index of a prompt's row."""
-        return 2 * prompt + (self.name == "plain")
+    def row(self, turn: Turn) -> int:
+        """Return the index of a turn's row."""
+        return 2 * turn.number + (self.name == "plain")
 
     @property
     def digest(self) -> str:
@@ -258,14 +341,13 @@ def _speed(
     return Speed(sum(row["seconds"] for row in rows), tokens, right)
 
 
-def _ids(pair: Pair, prompt: EvalPrompt, chat: bool, *, thinking: bool) -> tuple[int, ...]:
+def _ids(pair: Pair, content: Any, *, chat: bool, thinking: bool) -> tuple[int, ...]:
+    """Return the ids of a text or of messages."""
     if not chat:
-        if not isinstance(prompt.content, str):
+        if not isinstance(content, str):
             raise UsageError("a prompt is a conversation, which needs the chat template")
-        return pair.encode(prompt.content)
-    options = {"enable_thinking": thinking}
-    content: Any = prompt.content
-    return pair.encode(content, chat=True, chat_options=options)
+        return pair.encode(content)
+    return pair.encode(content, chat=True, chat_options={"enable_thinking": thinking})
 
 
 def _engine(pair: Pair, requests: Sequence[Request], drafting: Drafting, rows: int) -> Engine:

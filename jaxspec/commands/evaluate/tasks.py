@@ -31,11 +31,13 @@ class EvalPrompt:
       content: the user's text, or the messages of a conversation.
       category: of the prompt, where the task has such; "" for none.
       line: the whole line of the file, with what a scorer needs.
+      follow_ups: the user's later turns, each after a reply.
     """
 
     content: str | Sequence[Mapping[str, Any]]
     category: str = ""
     line: Mapping[str, Any] = field(default_factory=dict)
+    follow_ups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Task:
       source: where its makers publish the file, for messages.
       repository, file: of the file on the hub.
       package: a package that has the lines; "" for none.
+      follow_ups: the user's later turns of a line.
     """
 
     keys: tuple[str, ...]
@@ -56,11 +59,16 @@ class Task:
     repository: str
     file: str
     package: str = ""
+    follow_ups: Callable[[Mapping[str, Any]], Sequence[str]] = lambda line: ()
 
 
 def _alpaca(line: Mapping[str, Any]) -> str:
     more = line.get("input") or ""
     return f"{line['instruction']}\n\nInput:\n{more}" if more else line["instruction"]
+
+
+def _turns(line: Mapping[str, Any]) -> Sequence[str]:
+    return [line["prompt"]] if isinstance(line["prompt"], str) else line["prompt"]
 
 
 TASKS: dict[str, Task] = {
@@ -95,10 +103,11 @@ TASKS: dict[str, Task] = {
     ),
     "mt-bench": Task(
         ("prompt",),
-        lambda line: line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][0],
+        lambda line: _turns(line)[0],
         "question.jsonl of HuggingFaceH4/mt_bench_prompts",
         "HuggingFaceH4/mt_bench_prompts",
         "raw/question.jsonl",
+        follow_ups=lambda line: _turns(line)[1:],
     ),
     "alpaca": Task(
         ("instruction",),
@@ -112,13 +121,18 @@ TASKS: dict[str, Task] = {
 
 @dataclass(frozen=True)
 class Protocol:
-    """A project's way to measure acceptance: its temperature, and its most new tokens."""
+    """A project's way to measure acceptance.
+
+    Attributes:
+      all_turns: whether the target answers all turns of a prompt, not the first one alone.
+    """
 
     temperature: float
     max_new_tokens: int
+    all_turns: bool
 
 
-PROTOCOLS = {"deepspec": Protocol(1.0, 2048), "z-lab": Protocol(0.0, 2048)}
+PROTOCOLS = {"deepspec": Protocol(1.0, 2048, False), "z-lab": Protocol(0.0, 2048, True)}
 
 
 def load_prompts(
@@ -162,7 +176,12 @@ def load_prompts(
 
 def digest(prompts: Sequence[EvalPrompt]) -> str:
     """Return a short digest of prompts, by which results are known to be of the same ones."""
-    text = json.dumps([prompt.content for prompt in prompts], ensure_ascii=True)
+    contents: list[Any] = []
+    for prompt in prompts:
+        contents.append(
+            [prompt.content, *prompt.follow_ups] if prompt.follow_ups else prompt.content
+        )
+    text = json.dumps(contents, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -243,7 +262,8 @@ def _of_task(task: Task, line: Mapping[str, Any], where: str) -> EvalPrompt:
         value = line.get(key)
         if not value or not (isinstance(value, str) or _are_texts(value)):
             raise UsageError(f"{where} has no text at {key!r}; expected {task.source}")
-    return EvalPrompt(task.word(line), str(line.get("category") or ""), line)
+    category, later = str(line.get("category") or ""), tuple(task.follow_ups(line))
+    return EvalPrompt(task.word(line), category, line, later)
 
 
 def _own(line: Mapping[str, Any], where: str) -> EvalPrompt:
