@@ -264,7 +264,8 @@ def _turns_of(prompts: Sequence[EvalPrompt]) -> list[Turn]:
 def _conversation(prompt: EvalPrompt, replies: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return the messages of a prompt up to the turn that follows these replies."""
     content = prompt.content
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
+    messages: list[Mapping[str, Any]] = []
+    messages += [{"role": "user", "content": content}] if isinstance(content, str) else content
     for reply, more in zip(replies, prompt.follow_ups, strict=False):
         messages.append({"role": "assistant", "content": reply})
         messages.append({"role": "user", "content": more})
