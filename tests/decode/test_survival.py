@@ -19,7 +19,10 @@ import pytest
 from flax import nnx
 
 from jaxspec import decode_loop, packing, survival
+from jaxspec.configs.dflash2 import DFlash2Config
 from jaxspec.configs.dspark import DSparkConfig
+from jaxspec.drafters.chain import over_vocabulary
+from jaxspec.drafters.dflash2 import CandidateSelector
 from jaxspec.drafters.dspark import MarkovSelector
 from jaxspec.drafters.selector import Block, Independent, Selector
 from jaxspec.engine import engine as engines
@@ -33,7 +36,7 @@ from tests.cases import NEW_TOKENS, case, request, run
 from tests.decode import test_distribution as distribution
 
 VOCAB, DRAFTS, WIDTHS = 3, 3, (1, 2, 3)
-TEMPERATURE = 1.5  # of drafts: no token is nearly certain
+TEMPERATURES = (0.7, 1.5)  # of drafts: no token is nearly certain
 SEQUENCES = np.asarray(list(itertools.product(range(VOCAB), repeat=DRAFTS)), np.int32)
 
 # --- exactness -----------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def selector_of(name: str) -> Selector:
     """Return a selector with random weights whose confidences are far apart."""
     if name == "independent":
         return Independent()
-    config = DSparkConfig(
+    backbone: dict[str, Any] = dict(
         vocab_size=VOCAB,
         hidden_size=4,
         layer_types=("full",),
@@ -125,14 +128,16 @@ def selector_of(name: str) -> Selector:
         feature_layers=(0,),
         num_target_layers=2,
         max_positions=64,
-        markov_rank=3,
-        markov_head_type=name,
-        confidence=True,
-        confidence_with_markov=True,
     )
     rng = np.random.default_rng(3)
 
-    def made() -> MarkovSelector:
+    def made() -> Selector:
+        if name == "candidates":  # two of three tokens may be drawn
+            sizes = dict(conv_group_size=2, selector_rank=3, selector_top_k=VOCAB - 1)
+            config = DFlash2Config(**backbone, **sizes)
+            return CandidateSelector(config, dtype=jnp.dtype("float32"))
+        heads = dict(markov_rank=3, confidence=True, confidence_with_markov=True)
+        config = DSparkConfig(**backbone, **heads, markov_head_type=name)
         return MarkovSelector(config, dtype=jnp.dtype("float32"))
 
     graph, state = nnx.split(nnx.eval_shape(made))
@@ -140,7 +145,9 @@ def selector_of(name: str) -> Selector:
     return nnx.merge(graph, values)
 
 
-def drafts_of(selector: Selector, rng: np.random.Generator) -> tuple[Block, np.ndarray, np.ndarray]:
+def drafts_of(
+    selector: Selector, rng: np.random.Generator, temperature: float = 1.5
+) -> tuple[Block, np.ndarray, np.ndarray]:
     """Return a block whose rows are all the same, one for each sequence; q of each; the chance of each."""
     rows = len(SEQUENCES)
     anchors = jnp.ones(rows, jnp.int32)
@@ -153,7 +160,8 @@ def drafts_of(selector: Selector, rng: np.random.Generator) -> tuple[Block, np.n
     for slot in range(DRAFTS):
         origins = jnp.zeros((rows, 1), jnp.int32)
         carry, choices = selector.step(block, slot, carry, before[:, None], origins)
-        log_q.append(jax.nn.log_softmax(choices.logits[:, 0] / TEMPERATURE))
+        of_slot = jax.nn.log_softmax(choices.logits / temperature)
+        log_q.append(over_vocabulary(choices, of_slot, VOCAB)[:, 0])
         before = jnp.asarray(SEQUENCES[:, slot])
     q = np.exp(np.asarray(jnp.stack(log_q, axis=1), np.float64))
     q /= q.sum(axis=-1, keepdims=True)
@@ -215,16 +223,20 @@ def sum_over_drafts(
     return sum(
         c * step_joint(x, q_of_x, int(width), p, rule)
         for x, q_of_x, width, c in zip(SEQUENCES, q, widths, chance, strict=True)
+        if c > 0  # of candidates, not all sequences can be drawn
     )
 
 
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("rule", ["standard", "block"])
-@pytest.mark.parametrize("name", ["vanilla", "gated", "rnn", "independent"])
-def test_a_chosen_width_keeps_the_distribution(name: str, rule: str) -> None:
+@pytest.mark.parametrize("name", ["vanilla", "gated", "rnn", "candidates", "independent"])
+def test_a_chosen_width_keeps_the_distribution(name: str, rule: str, temperature: float) -> None:
     rng = np.random.default_rng(1)
     selector, p = selector_of(name), target_probs(rng)
-    block, q, drawn = drafts_of(selector, rng)
+    block, q, drawn = drafts_of(selector, rng, temperature)
     chance = drawn.prod(axis=1)
+    if name == "candidates":
+        assert (q == 0).any()
     assert chance.sum() == pytest.approx(1)
     confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
     used, off = set(), []
@@ -236,7 +248,7 @@ def test_a_chosen_width_keeps_the_distribution(name: str, rule: str) -> None:
         # The same sum finds a choice by the probability of what was drawn.
         wrong = sum_over_drafts(widths_of(drawn, costs), q, chance, p, rule)
         off.append(np.abs(wrong - exact_joint(p)).sum())
-    if name != "independent":  # of which all sequences have the same confidences
+    if name not in ("independent", "candidates"):  # of those the confidences are the backbone's
         assert len(used) > 1
     assert max(off) > 0.005
 
@@ -279,12 +291,15 @@ def test_rows_that_share_a_width_do_not_disturb_each_other() -> None:
     assert depends
 
 
+@pytest.mark.parametrize("name", ["vanilla", "candidates"])
 @pytest.mark.parametrize("rule", ["standard", "block"])
 @pytest.mark.parametrize(("unit", "spare"), [(1, 3), (1, 4), (2, 1)])
-def test_rows_that_compete_keep_their_distributions(unit: int, spare: int, rule: str) -> None:
+def test_rows_that_compete_keep_their_distributions(
+    unit: int, spare: int, rule: str, name: str
+) -> None:
     """Two rows compete for the slots of a pass; each keeps its distribution, whatever the other draws."""
     rng = np.random.default_rng(5)
-    selector, p = selector_of("vanilla"), target_probs(rng)
+    selector, p = selector_of(name), target_probs(rng)
     block, q, drawn = drafts_of(selector, rng)
     confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
     chance = drawn.prod(axis=1)
@@ -295,12 +310,13 @@ def test_rows_that_compete_keep_their_distributions(unit: int, spare: int, rule:
         return max(np.abs(joint - exact_joint(p)).sum() for joint in joints)
 
     limits = limits_of(confidence, unit, spare)
-    assert len({*limits.ravel().tolist()}) > 1
-    assert any(len({*row.tolist()}) > 1 for row in limits)  # it depends on the other row
+    if name == "vanilla":
+        assert len({*limits.ravel().tolist()}) > 1
+        assert any(len({*row.tolist()}) > 1 for row in limits)  # it depends on the other row
     assert largest_error(limits) < 1e-8
     # Neither the probability of what was drawn may be used, nor later confidences in a unit.
     assert largest_error(limits_of(drawn, unit, spare)) > 0.005
-    if unit > 1:
+    if unit > 1 and name == "vanilla":  # other confidences depend on no draft
         assert largest_error(limits_of(confidence, unit, spare, drawn=False)) > 1e-4
 
 
