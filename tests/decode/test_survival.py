@@ -133,10 +133,12 @@ def selector_of(name: str) -> Selector:
 
     def made() -> Selector:
         if name == "candidates":  # two of three tokens may be drawn
-            sizes = dict(conv_group_size=2, selector_rank=3, selector_top_k=VOCAB - 1)
+            sizes: dict[str, Any] = dict(
+                conv_group_size=2, selector_rank=3, selector_top_k=VOCAB - 1
+            )
             config = DFlash2Config(**backbone, **sizes)
             return CandidateSelector(config, dtype=jnp.dtype("float32"))
-        heads = dict(markov_rank=3, confidence=True, confidence_with_markov=True)
+        heads: dict[str, Any] = dict(markov_rank=3, confidence=True, confidence_with_markov=True)
         config = DSparkConfig(**backbone, **heads, markov_head_type=name)
         return MarkovSelector(config, dtype=jnp.dtype("float32"))
 
