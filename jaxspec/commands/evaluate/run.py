@@ -137,9 +137,9 @@ def evaluate(
     stop_ids = generation.eos_token_ids if generation else ()
     sampling = Sampling(temperature=temperature)
     step_tokens = make_spec(target, drafter, drafting).step_tokens
-    most = target.config.max_positions - limit - step_tokens
+    room = target.config.max_positions - limit - step_tokens
     longest = [
-        Request(_longest(pair, prompt, ids, limit, most), limit, sampling, stop_ids)
+        Request(_longest(pair, prompt, ids, limit, room), limit, sampling, stop_ids)
         for prompt, ids in zip(prompts, first, strict=True)
     ]
     engine = _engine(pair, longest, drafting, options.batch_size)
@@ -162,7 +162,7 @@ def evaluate(
     for later in range(1 + max(turn.later for turn in turns)):
         # A turn comes after the replies to all turns before it.
         now = [turn for turn in turns if turn.later == later]
-        asked = {turn: first[turn.prompt] for turn in now}
+        prompt_ids = {turn: first[turn.prompt] for turn in now}
         if later:
             for turn in now:
                 prompt = prompts[turn.prompt]
@@ -172,12 +172,12 @@ def evaluate(
                     if before.prompt == turn.prompt and before.later < later
                 ]
                 messages = _conversation(prompt, replies)
-                asked[turn] = _ids(pair, messages, chat=chat, thinking=options.thinking)
+                prompt_ids[turn] = _ids(pair, messages, chat=chat, thinking=options.thinking)
         for mode in modes:
             left = [turn for turn in now if (mode.row(turn), None) not in done]
             # The draws of a turn are the same whichever turns are left to decode.
             requests = [
-                Request(asked[turn], limit, sampling, stop_ids, options.seed, turn.number, id=i)
+                Request(prompt_ids[turn], limit, sampling, stop_ids, options.seed, turn.number, id=i)
                 for i, turn in enumerate(left)
             ]
             for i, seconds, completion in mode.run(requests, notify) if left else ():
@@ -186,7 +186,7 @@ def evaluate(
                     "index": key[0],
                     "digest": digests[key],
                     "mode": mode.name,
-                    "prompt_ids": asked[left[i]],
+                    "prompt_ids": prompt_ids[left[i]],
                     "token_ids": completion.token_ids,
                     "text": pair.tokenizer.decode(completion.token_ids),
                     "finish_reason": completion.finish_reason,
@@ -273,13 +273,13 @@ def _conversation(prompt: EvalPrompt, replies: Sequence[str]) -> list[Mapping[st
 
 
 def _longest(
-    pair: Pair, prompt: EvalPrompt, first: tuple[int, ...], limit: int, most: int
+    pair: Pair, prompt: EvalPrompt, first: tuple[int, ...], limit: int, room: int
 ) -> tuple[int, ...]:
     """Return as many ids as the last turn of a prompt may have, from the ids of its first one.
 
     Args:
       limit: new tokens of a reply.
-      most: the largest number of ids with which the model can still make so many.
+      room: the largest number of ids with which the model can still make so many.
     """
     later = len(prompt.follow_ups)
     if not later:
@@ -287,7 +287,7 @@ def _longest(
     ids = _ids(pair, _conversation(prompt, ["."] * later), chat=True, thinking=False)
     # A reply is decoded to text and encoded again, which may take other tokens.
     spare = limit * later * 5 // 4
-    return (ids + ids[:1] * spare)[: max(most, len(first))]
+    return (ids + ids[:1] * spare)[: max(room, len(first))]
 
 
 @dataclass(frozen=True)
