@@ -177,7 +177,9 @@ def evaluate(
             left = [turn for turn in now if (mode.row(turn), None) not in done]
             # The draws of a turn are the same whichever turns are left to decode.
             requests = [
-                Request(prompt_ids[turn], limit, sampling, stop_ids, options.seed, turn.number, id=i)
+                Request(
+                    prompt_ids[turn], limit, sampling, stop_ids, options.seed, turn.number, id=i
+                )
                 for i, turn in enumerate(left)
             ]
             for i, seconds, completion in mode.run(requests, notify) if left else ():
