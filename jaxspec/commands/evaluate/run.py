@@ -137,9 +137,9 @@ def evaluate(
     stop_ids = generation.eos_token_ids if generation else ()
     sampling = Sampling(temperature=temperature)
     step_tokens = make_spec(target, drafter, drafting).step_tokens
-    room = target.config.max_positions - limit - step_tokens
+    max_prompt_tokens = target.config.max_positions - limit - step_tokens
     longest = [
-        Request(_longest(pair, prompt, ids, limit, room), limit, sampling, stop_ids)
+        Request(_longest(pair, prompt, ids, limit, max_prompt_tokens), limit, sampling, stop_ids)
         for prompt, ids in zip(prompts, first, strict=True)
     ]
     engine = _engine(pair, longest, drafting, options.batch_size)
@@ -275,13 +275,13 @@ def _conversation(prompt: EvalPrompt, replies: Sequence[str]) -> list[Mapping[st
 
 
 def _longest(
-    pair: Pair, prompt: EvalPrompt, first: tuple[int, ...], limit: int, room: int
+    pair: Pair, prompt: EvalPrompt, first: tuple[int, ...], limit: int, max_prompt_tokens: int
 ) -> tuple[int, ...]:
     """Return as many ids as the last turn of a prompt may have, from the ids of its first one.
 
     Args:
       limit: new tokens of a reply.
-      room: the largest number of ids with which the model can still make so many.
+      max_prompt_tokens: the largest number of ids with which the model can still make so many.
     """
     later = len(prompt.follow_ups)
     if not later:
@@ -289,7 +289,7 @@ def _longest(
     ids = _ids(pair, _conversation(prompt, ["."] * later), chat=True, thinking=False)
     # A reply is decoded to text and encoded again, which may take other tokens.
     spare = limit * later * 5 // 4
-    return (ids + ids[:1] * spare)[: max(room, len(first))]
+    return (ids + ids[:1] * spare)[: max(max_prompt_tokens, len(first))]
 
 
 @dataclass(frozen=True)
