@@ -29,6 +29,8 @@ from jaxspec.weights.model_def import ModelDef
 MASKS = {262_144: 4, 151_936: 151_669}
 """The mask tokens of released drafters, by the target's vocabulary."""
 RANK = 256
+CONTAINERS = ("z-lab", "speculators")
+"""The layouts of files of a new block drafter."""
 
 
 def kinds() -> tuple[str, ...]:
@@ -43,6 +45,7 @@ def new_config(
     layers: int | None = None,
     block_size: int = 8,
     mask_token_id: int | None = None,
+    container: str = "z-lab",
 ) -> ModelConfig:
     """Return the config of a new drafter for a target.
 
@@ -52,13 +55,32 @@ def new_config(
         four.
       block_size: of block drafters.
       mask_token_id: of block drafters; None for that of released ones.
+      container: of block drafters, one of `CONTAINERS`. A drafter in that of speculators has copies of the
+        target's embedding and head, does not scale the first nor bend logits, and has windows that begin
+        before the anchor: that container has no keys to say otherwise.
 
     Raises:
       ConfigError: there is no such drafter for this target.
     """
     if kind not in _NEW:
         raise ConfigError(f"kind is {kind}; expected one of {', '.join(_NEW)}")
-    return _NEW[kind](target, layers, block_size, mask_token_id)
+    config = _NEW[kind](target, layers, block_size, mask_token_id)
+    if container == "z-lab":
+        return config
+    if container not in CONTAINERS:
+        raise ConfigError(f"container is {container}; expected one of {', '.join(CONTAINERS)}")
+    if not hasattr(config, "block_size"):
+        raise ConfigError(f"a drafter of kind {kind} has one layout only: leave the container out")
+    return dataclasses.replace(
+        config,
+        container=container,
+        num_target_layers=None,
+        own_embedding=True,
+        own_head=True,
+        scale_embeddings=False,
+        final_logit_softcap=None,
+        window_from_anchor="sliding" in config.layer_types,
+    )
 
 
 def _block_fields(
@@ -201,6 +223,8 @@ def start_params(
             value = value * sublayers**-0.5
         elif not is_block and name == "head":
             value = _directions(target, config.hidden_size)
+        elif is_block and name in ("embedding", "head"):
+            value = _table(target, lookup=name == "embedding")
         params[name] = value
     for name, value in (start or {}).items():
         if name in params and params[name].shape == value.shape:
@@ -213,10 +237,7 @@ def _directions(target: LoadedModel, width: int) -> Array:
 
     Likely tokens are then near each other from the start.
     """
-    declared = target.model_def.declared()
-    tables = [name for name, about in declared.items() if about.table]
-    name = next((n for n in tables if declared[n].lookup), tables[0])
-    table = target.model_def.dequantise({name: target.params[name]})[name].astype(jnp.float32)
+    table = _table(target, lookup=True)
     _, vectors = jnp.linalg.eigh(table.T @ table)
     along = table @ vectors[:, -width:]
     if (lacking := width - along.shape[1]) > 0:
@@ -224,11 +245,19 @@ def _directions(target: LoadedModel, width: int) -> Array:
     return along / jnp.maximum(jnp.std(along, axis=0), 1e-6) * width**-0.5
 
 
+def _table(target: LoadedModel, *, lookup: bool) -> Array:
+    """Return the target's embedding, or its head, [V, D]."""
+    declared = target.model_def.declared()
+    tables = [name for name, about in declared.items() if about.table]
+    name = next((n for n in tables if declared[n].lookup == lookup), tables[0])
+    return target.model_def.dequantise({name: target.params[name]})[name].astype(jnp.float32)
+
+
 # --- files -------------------------------------------------------------------------------------------
 
 
 def write_hf(directory: Path, config: ModelConfig, params: Params, dtype: str) -> None:
-    """Write a new drafter in the layout of z-lab's files, or of the assistants'.
+    """Write a new drafter in the layout of its container: z-lab's, speculators', or that of the assistants.
 
     Every convention on which engines disagree is in config.json.
 
@@ -256,7 +285,8 @@ def write_hf(directory: Path, config: ModelConfig, params: Params, dtype: str) -
 def hf_config(config: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return config.json and generation_config.json of a drafter; None for no such file."""
     if hasattr(config, "block_size"):
-        return _zlab(config), None
+        layout = _speculators if config.container == "speculators" else _zlab
+        return layout(config), None
     return _assistant(config), {"num_assistant_tokens": config.num_draft_tokens}
 
 
@@ -301,6 +331,59 @@ def _zlab(c: Any) -> dict[str, Any]:
         "use_sliding_window": bool(windows),
         "vocab_size": c.vocab_size,
         **windows,
+    }
+
+
+def _speculators(c: Any) -> dict[str, Any]:
+    """Return config.json in the container of speculators. Feature layers are named by the layer that reads them."""
+    (family,) = (f for f in families("drafter") if f.config is type(c))
+    own = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in _fields(c)}
+    if (rank := own.pop("markov_rank", None)) is not None:
+        own = {
+            "markov_rank": rank,
+            "markov_head_type": c.markov_head_type,
+            "enable_confidence_head": c.confidence,
+            "confidence_head_with_markov": c.confidence_with_markov,
+        }
+    causal = {"is_causal": c.causal[0]} if len(set(c.causal)) == 1 else {}
+    windows = {"sliding_window": c.sliding_window} if "sliding" in c.layer_types else {}
+    layers = {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "layer_types": [f"{kind}_attention" for kind in c.layer_types],
+        "max_position_embeddings": c.max_positions,
+        "num_attention_heads": c.num_heads,
+        "num_hidden_layers": c.num_layers,
+        "num_key_value_heads": c.num_kv_heads,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_parameters": {"rope_theta": c.rope_theta, "rope_type": "default"},
+        "use_sliding_window": bool(windows),
+        "vocab_size": c.vocab_size,
+        **windows,
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": c.max_draft_tokens}
+    return {
+        "architectures": [family.architectures[0]],
+        "speculators_model_type": family.name,
+        "speculators_config": {
+            "algorithm": family.name,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+        },
+        "aux_hidden_state_layer_ids": [i + 1 for i in c.feature_layers],
+        "block_size": c.block_size,
+        "draft_vocab_size": c.draft_vocab_size or c.vocab_size,
+        "mask_token_id": c.mask_token_id,
+        "sample_from_anchor": c.sample_from_anchor,
+        "sliding_window_non_causal": not any(c.causal),
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layers,
+        **causal,
+        **own,
     }
 
 

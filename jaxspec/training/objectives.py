@@ -221,7 +221,7 @@ def loss_of_slots(
     if weights.decay is not None:
         decay = jnp.exp(-jnp.arange(count, dtype=jnp.float32) / weights.decay)
     if weights.survival:
-        decay = (1 - weights.survival) * decay + weights.survival * reached(made.final)
+        decay = (1 - weights.survival) * decay + weights.survival * reached(made.final, alive)
     each = jnp.where(alive, decay, 0.0)
     terms = weights.cross_entropy * cross_entropy(made.final)
     target = None if target_logits is None else jax.nn.softmax(lax.stop_gradient(target_logits))
@@ -250,12 +250,13 @@ def loss_of_slots(
     )
 
 
-def reached(scores: Scores) -> Float[Array, "B A G"]:
+def reached(scores: Scores, alive: Bool[Array, "B A G"]) -> Float[Array, "B A G"]:
     """Return how often decoding needs each slot: the chance to reach it, over the tokens of the step.
 
     The factor 2 makes it 1 in the first slot of steps of two tokens.
     """
     right = jnp.exp(-lax.stop_gradient(cross_entropy(scores)))
+    right = jnp.where(alive & scores.in_reach & (scores.label >= 0), right, 0.0)
     chain = jnp.cumprod(right, axis=-1)
     before = jnp.concatenate([jnp.ones_like(chain[..., :1]), chain[..., :-1]], axis=-1)
     return 2 * before / (1 + jnp.sum(chain, axis=-1, keepdims=True))

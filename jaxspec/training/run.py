@@ -54,6 +54,7 @@ class TrainingResult:
       step: the update that they are of.
       acceptance_length: of `params` on the held-out prompts. None: nothing was measured.
       first_acceptance_length: before the first update.
+      held_out: the prompts that were measured on.
       resumed_from: the step of the checkpoint that the run went on from; 0 for none.
       stopped: why the run ended: "steps" or "patience".
     """
@@ -62,7 +63,7 @@ class TrainingResult:
     step: int
     acceptance_length: float | None
     first_acceptance_length: float | None
-    held_out: int
+    held_out: Sequence[tuple[int, ...]]
     resumed_from: int
     stopped: str
 
@@ -143,7 +144,7 @@ def train(
         record.best_step,
         record.best,
         record.first,
-        len(held_out),
+        measure.prompts,
         resumed_from,
         stopped,
     )

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec.commands.check.text import cut
+from jaxspec.tokenizer import Tokenizer
+from jaxspec.weights.loading import load_drafter
 from jaxspec.weights.measured_acceptance import read_acceptance, write_acceptance
 from tests.commands.conftest import Run
 
@@ -51,12 +54,62 @@ def test_a_run_writes_a_drafter_that_loads(invoke: Run, data: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        "--kind dflash --container speculators",
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                "--kind dflash",
+                "--kind dflash2",
+                "--kind dflash2 --container speculators",
+                "--kind dspark",
+                "--kind dspark --container speculators",
+                "--kind mtp",
+            )
+        ),
+    ],
+)
+def test_check_passes_on_what_comes_out(invoke: Run, tmp_path: Path, options: str) -> None:
+    """Both directories hold the same. Their records hold what was measured on the held-out prompts.
+
+    The random target is learnt by heart: each prompt comes twice, and the check has the same ones.
+    """
+    text, data, out = (tmp_path / name for name in ("prose.txt", "texts.jsonl", "run"))
+    text.write_text(" ".join(f"{i} is {i * i}" for i in range(60)))
+    tokenizer = Tokenizer.load(Path("target"))
+    prompts = cut(tokenizer.encode(text.read_text()), tokenizer.bos_token_id, 8)
+    lines = [json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts]
+    data.write_text("".join(lines * 2))
+    # Rows are too short for a longer block, which would gain where the target repeats itself.
+    sizes = () if "mtp" in options else ("--layers", "2", "--block-size", "7")
+    command = ["train-drafter", "target", *options.split(), "--data", str(data), "--out", str(out)]
+    command += [*sizes, "--steps", "200", "--rows", "4", "--anchors", "12", "--learning-rate", "5e-3"]
+    command += ["--held-out", "4", "--evaluate-every", "200", "--evaluated-tokens", "12"]
+    done = invoke(*command, "--regenerate", "--answer-tokens", "16")
+    assert done.code == 0, done.stderr
+    loaded = [load_drafter(str(out / n), dtype="float32") for n in ("drafter", "drafter-hf")]
+    assert loaded[0].config == loaded[1].config
+    for name, x in loaded[0].params.items():
+        np.testing.assert_array_equal(x, loaded[1].params[name], err_msg=name)
+    records = [read_acceptance(drafter.directory) for drafter in loaded]
+    assert records[0] == records[1]
+    assert records[0]["text"] == "prompts held out of texts.jsonl"
+    assert (records[0]["rows"], records[0]["new_tokens"]) == (4, 12)
+    of_check = ("--text", str(text), "--rows", "8", "--new-tokens", "12")
+    checked = invoke("check", "target", str(out / "drafter-hf"), *of_check)
+    assert checked.code == 0, checked.stdout
+    assert "on another text: prompts held out of texts.jsonl" in " ".join(checked.stdout.split())
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--out x", "--data is needed"),
         ("--data {data}", "--out is needed"),
         ("--data {data} --out x", "--kind is needed for a new drafter, or --from"),
         ("--data {data} --out x --from drafter --layers 2", "are for new drafters"),
+        ("--data {data} --out x --kind mtp --container speculators", "has one layout only"),
         ("--data {data} --out x --from ngram", "NGramDrafter is not trained; DFlash, DFlash2"),
         ("--data {data} --out x --from narrow", "the drafter does not fit the target"),
         ("--data {data} --out x --kind mtp --from drafter", "cannot start from one of kind dflash"),

@@ -24,14 +24,22 @@ from tests import fakes, tiny, tiny_pair
 from tests.training.test_passes import SUPPRESSED
 
 
+BLOCKS = ("dflash", "dflash2", "dspark")
+
+
 def target() -> LoadedModel:
     model_def = model_def_of(tiny_pair.TARGET, "float32")
     return fakes.loaded(model_def, tiny.random_params(model_def, 1))
 
 
-@pytest.mark.parametrize("kind", new.kinds())
-def test_files_of_a_new_drafter_load_and_come_back_to_the_byte(kind: str, tmp_path: Path) -> None:
-    config = new.new_config(kind, tiny_pair.TARGET, block_size=5)
+@pytest.mark.parametrize(
+    ("kind", "container"),
+    [*((kind, "z-lab") for kind in new.kinds()), *((k, "speculators") for k in BLOCKS)],
+)
+def test_files_of_a_new_drafter_load_and_come_back_to_the_byte(
+    kind: str, container: str, tmp_path: Path
+) -> None:
+    config = new.new_config(kind, tiny_pair.TARGET, block_size=5, container=container)
     config.check_fits(tiny_pair.TARGET)
     model_def = model_def_of(config, "float32")
     params = new.start_params(model_def, target(), seed=0)

@@ -53,11 +53,18 @@ def naive(made: Predictions, target: np.ndarray, alive: np.ndarray, w: LossWeigh
     """Return loss, weight and accepted, slot by slot."""
     loss = weight = accepted = 0.0
     for b, a in np.ndindex(B, A):
-        going = True
+        going, chain = True, []
+        for g in range(G):
+            label = int(made.final.label[b, a, g])
+            known = alive[b, a, g] and made.final.in_reach[b, a, g] and label >= 0
+            right = softmax(np.asarray(made.final.logits)[b, a, g])[label] if known else 0.0
+            chain.append((chain[-1] if chain else 1.0) * right)
         for g in range(G):
             if not alive[b, a, g]:
                 break
             size = np.exp(-g / w.decay) if w.decay else 1.0
+            before = chain[g - 1] if g else 1.0
+            size = (1 - w.survival) * size + w.survival * 2 * before / (1 + sum(chain))
             p, terms = softmax(target[b, a, g]), 0.0
 
             def scores(x: Scores) -> tuple[np.ndarray, np.ndarray, int]:
@@ -101,8 +108,9 @@ def random_scores(rng: np.random.Generator, size: int, tokens: Any) -> Scores:
     return Scores(logits, jnp.asarray(label, jnp.int32), tokens, in_reach)
 
 
+@pytest.mark.parametrize("survival", [0.0, 0.6])
 @pytest.mark.parametrize("kind", ["all tokens", "its own vocabulary", "candidates", "clusters"])
-def test_a_loss_is_the_sum_over_its_slots(kind: str) -> None:
+def test_a_loss_is_the_sum_over_its_slots(kind: str, survival: float) -> None:
     rng = np.random.default_rng(1)
     ids = jnp.asarray([0, 3, 4, 8, 10])
     each = jnp.asarray(np.argsort(rng.random((B, A, G, V)))[..., :5])
@@ -121,7 +129,7 @@ def test_a_loss_is_the_sum_over_its_slots(kind: str) -> None:
     )
     target = rng.normal(size=(B, A, G, V)).astype(np.float32)
     alive = np.cumprod(rng.random((B, A, G)) < 0.9, axis=-1).astype(bool)
-    weights = LossWeights(0.3, 0.5, 0.7, 0.2, 0.9, 1.1, 1.3, decay=2.5)
+    weights = LossWeights(0.3, 0.5, 0.7, 0.2, 0.9, 1.1, 1.3, decay=2.5, survival=survival)
     real = jnp.ones((B, A), bool)
     sums = objectives.loss_of_slots(made, jnp.asarray(target), jnp.asarray(alive), real, weights)
     expected = naive(made, target, alive, weights)

@@ -21,7 +21,7 @@ from jaxspec.commands.check import hypotheses, reference, statistics
 from jaxspec.commands.check.options import MIN_ROWS, CheckOptions
 from jaxspec.commands.check.replay import Evidence
 from jaxspec.commands.check.report import Difference, Report, first_differences
-from jaxspec.commands.check.search import SearchResult, search
+from jaxspec.commands.check.search import SearchResult, as_configured, search
 from jaxspec.commands.check.statistics import Depth, Estimate, row_means
 from jaxspec.commands.check.text import (
     DRAWS,
@@ -114,26 +114,10 @@ def check_pair(
     anchors = first.anchors()
     depths = statistics.by_depth(accepted, anchors, drafts)
     shares = [row_means(accepted >= j, anchors) for j in range(1, drafts + 1)]
-    length = float(np.mean([n for c in speculative for n in c.acceptance_lengths]))
-    measured = reference.Reference(
-        text=prompts.origin,
-        text_digest=reference.text_digest(prompts, new_tokens),
-        rows=len(shares[0]),
-        new_tokens=new_tokens,
-        num_draft_tokens=len(shares),
-        positions=int(anchors.sum()),
-        dtype=target.model_def.dtype,
-        device=jax.devices()[0].device_kind,
-        accepted=round(float(np.sum(shares, axis=0).mean()), 4),
-        acceptance_length=round(length, 4),
-        by_depth=[round(d.share.mean, 4) for d in depths],
-        by_row=reference.rows_of(np.asarray(shares).T, enough, len(prompts.ids)),
-        target=shorten(target.source),
-        target_config=reference.plain_config(target.config),
-        target_weights=reference.weights_record(target, looks[0]),
-        drafter_config=reference.plain_config(drafter.config),
-        drafter_weights=reference.weights_record(drafter, looks[1]),
+    measured = _reference(
+        target, drafter, prompts, new_tokens, speculative, enough, accepted, anchors, depths, looks
     )
+    length = _acceptance_length(speculative)
     return Report(
         target=shorten(target.source),
         drafter=shorten(drafter.source),
@@ -166,6 +150,81 @@ def check_pair(
         ],
         floor=checking.floor,
         family=hypotheses.conventions_of(drafter),
+    )
+
+
+def measure(
+    target: LoadedModel,
+    drafter: LoadedModel,
+    prompts: PromptSet,
+    *,
+    new_tokens: int,
+    batch_size: int,
+    notify: Notify,
+) -> reference.Reference:
+    """Measure a pair as `check_pair` does, and compare it with nothing.
+
+    Raises:
+      UsageError: too few rows go on for more than one draft.
+    """
+    options: dict[str, Any] = dict(batch_size=batch_size, programs=runtime.Programs())
+    done = decode_greedily(target, drafter, prompts.ids, new_tokens, **options)
+    drafts = drafter.model_def.bind_abstract().default_draft_tokens
+    enough = _long_enough(done, drafts)
+    text = Text.of([prompts.ids[i] for i in enough], [done[i] for i in enough])
+    sizes: dict[str, Any] = dict(num_draft_tokens=drafts, batch_size=batch_size, notify=notify)
+    evidence = Evidence(target, text, statistics.FIRST_LEVEL, **sizes)
+    evidence.replay([it := as_configured(drafter)])
+    accepted, anchors = evidence.accepted(it), evidence.anchors()
+    depths = statistics.by_depth(accepted, anchors, drafts)
+    looks = reference.look_at(target.params), reference.look_at(drafter.params)
+    return _reference(
+        target, drafter, prompts, new_tokens, done, enough, accepted, anchors, depths, looks
+    )
+
+
+def _acceptance_length(done: Sequence[Completion]) -> float:
+    return float(np.mean([n for c in done for n in c.acceptance_lengths]))
+
+
+def _reference(
+    target: LoadedModel,
+    drafter: LoadedModel,
+    prompts: PromptSet,
+    new_tokens: int,
+    done: Sequence[Completion],
+    enough: Sequence[int],
+    accepted: np.ndarray,
+    anchors: np.ndarray,
+    depths: Sequence[Depth],
+    looks: tuple[Any, Any],
+) -> reference.Reference:
+    """Return the record of a measurement.
+
+    Args:
+      done: the text, decoded with drafts.
+      enough: rows that are long enough; `accepted` and `anchors` are of them, [R, A].
+      looks: at the weights of the target and of the drafter.
+    """
+    shares = [row_means(accepted > j, anchors) for j in range(len(depths))]
+    return reference.Reference(
+        text=prompts.origin,
+        text_digest=reference.text_digest(prompts, new_tokens),
+        rows=len(shares[0]),
+        new_tokens=new_tokens,
+        num_draft_tokens=len(shares),
+        positions=int(anchors.sum()),
+        dtype=target.model_def.dtype,
+        device=jax.devices()[0].device_kind,
+        accepted=round(float(np.sum(shares, axis=0).mean()), 4),
+        acceptance_length=round(_acceptance_length(done), 4),
+        by_depth=[round(d.share.mean, 4) for d in depths],
+        by_row=reference.rows_of(np.asarray(shares).T, enough, len(prompts.ids)),
+        target=shorten(target.source),
+        target_config=reference.plain_config(target.config),
+        target_weights=reference.weights_record(target, looks[0]),
+        drafter_config=reference.plain_config(drafter.config),
+        drafter_weights=reference.weights_record(drafter, looks[1]),
     )
 
 

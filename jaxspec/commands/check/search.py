@@ -175,6 +175,11 @@ class SearchResult:
     changes: list[Comparison]
 
 
+def as_configured(drafter: LoadedModel) -> Hypothesis:
+    """Return the hypothesis that all is as the drafter's config says."""
+    return Hypothesis("as configured", "", "", drafter.model_def, drafter.params)
+
+
 def search(
     drafter: LoadedModel,
     first: Evidence,
@@ -190,7 +195,7 @@ def search(
       reference: the maker's measurement. Of hypotheses that are as good, the one nearest to its
         config is taken.
     """
-    in_force = best = Hypothesis("as configured", "", "", drafter.model_def, drafter.params)
+    in_force = best = as_configured(drafter)
     rounds: list[Round] = []
     changes: dict[str, Comparison] = {}  # a later change of a field replaces an earlier one
     while len(rounds) < MAX_ROUNDS:

@@ -58,10 +58,10 @@ def train_drafter_command(
     if drafter.kind is None and drafter.start is None:
         raise UsageError("--kind is needed for a new drafter, or --from for one to go on with")
     if drafter.start is not None and (
-        drafter.layers or drafter.block_size or drafter.mask_token_id
+        drafter.layers or drafter.block_size or drafter.mask_token_id or drafter.container
     ):
         raise UsageError(
-            "--layers, --block-size and --mask-token-id are for new drafters: --from has its own"
+            "--layers, --block-size, --mask-token-id and --container are for new drafters: --from has its own"
         )
     models = dataclasses.replace(models, target=None if target == "bundled" else target)
     errors = Console(stderr=True, highlight=False)

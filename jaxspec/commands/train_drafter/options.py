@@ -10,6 +10,7 @@ from jaxspec.commands.options import UsageError
 from jaxspec.options import RANGES, at_least, option
 
 Kind = Literal["dflash", "dflash2", "dspark", "mtp"]
+Container = Literal["z-lab", "speculators"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class DrafterOptions:
     )
     mask_token_id: int | None = option(
         None, "Of a new block drafter. Default: that of released ones.", range=at_least(0)
+    )
+    container: Container | None = option(
+        None,
+        "The layout of a new block drafter's files, and the conventions that come with it. Default: z-lab.",
     )
 
 

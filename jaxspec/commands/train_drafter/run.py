@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from jaxspec.api import BUNDLED, BUNDLED_DRAFTERS, Pair
+from jaxspec.commands.check.options import MIN_ROWS
+from jaxspec.commands.check.run import measure
+from jaxspec.commands.check.text import PromptSet
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import mesh_for, shorten
@@ -71,7 +75,8 @@ def run(
     result = train(trainer, target, start, texts, drafter.out, running, notify)
     same = begun is not None and begun.model_def.config == model_def.config
     _write(drafter.out, model_def, begun if same else None, result, dtype)
-    _report(console, drafter.out, target, model_def, result)
+    recorded = _record(drafter, running, target, result, hub, notify)
+    _report(console, drafter.out, target, model_def, result, recorded)
 
 
 def _start(
@@ -90,6 +95,7 @@ def _start(
             layers=drafter.layers,
             block_size=drafter.block_size or 8,
             mask_token_id=drafter.mask_token_id,
+            container=drafter.container or "z-lab",
         )
         model_def = model_def_of(config, dtype)
         return model_def, new.start_params(model_def, target, training.seed)
@@ -161,8 +167,43 @@ def _write(
             write_acceptance(place, None)
 
 
+def _record(
+    drafter: DrafterOptions,
+    running: RunOptions,
+    target: LoadedModel,
+    result: TrainingResult,
+    hub: Mapping[str, Any],
+    notify: Notify,
+) -> bool:
+    """Measure what was written on the held-out prompts, and write that into both directories.
+
+    Returns:
+      Whether there were enough prompts to measure on.
+    """
+    assert drafter.out is not None
+    origin = f"prompts held out of {', '.join(path.name for path in drafter.data)}"
+    prompts = PromptSet(origin, [tuple(ids) for ids in result.held_out])
+    if len(prompts.ids) < MIN_ROWS:
+        return False
+    written = load_drafter(str(drafter.out / "drafter"), **hub)
+    sizes = dict(new_tokens=running.evaluated_tokens, batch_size=min(8, len(prompts.ids)))
+    try:
+        measured = measure(target, written, prompts, notify=notify, **sizes)
+    except UsageError:  # rows that end at once
+        return False
+    for place in (drafter.out / "drafter", drafter.out / "drafter-hf"):
+        if place.exists():
+            write_acceptance(place, dataclasses.asdict(measured))
+    return True
+
+
 def _report(
-    console: Console, out: Path, target: LoadedModel, model_def: ModelDef, result: TrainingResult
+    console: Console,
+    out: Path,
+    target: LoadedModel,
+    model_def: ModelDef,
+    result: TrainingResult,
+    recorded: bool,
 ) -> None:
     lines = [f"{out / 'drafter'}: {family_of(model_def.config).title} for {shorten(target.source)}"]
     if result.resumed_from:
@@ -171,7 +212,7 @@ def _report(
         lines.append("stopped early: no measurement was better for a while")
     if result.acceptance_length is not None:
         lines.append(
-            f"{result.acceptance_length:.3f} tokens a verify step on {result.held_out} held-out prompts, greedy; "
+            f"{result.acceptance_length:.3f} tokens a verify step on {len(result.held_out)} held-out prompts, greedy; "
             f"{result.first_acceptance_length:.3f} before training. These are the weights after update {result.step}"
         )
         if not result.step:
@@ -181,5 +222,7 @@ def _report(
     else:
         lines.append("nothing was held out, so nothing was measured")
     name = "bundled" if Path(target.source).parent == BUNDLED else target.source
-    lines.append(f"next: jaxspec check {name} {out / 'drafter'} --record")
+    if recorded:
+        lines.append("the drafter's config holds what was measured on these prompts")
+    lines.append(f"next: jaxspec check {name} {out / 'drafter'}")
     console.print("\n".join(lines), markup=False, soft_wrap=True)
