@@ -84,7 +84,17 @@ def test_check_passes_on_what_comes_out(invoke: Run, tmp_path: Path, options: st
     # Rows are too short for a longer block, which would gain where the target repeats itself.
     sizes = () if "mtp" in options else ("--layers", "2", "--block-size", "7")
     command = ["train-drafter", "target", *options.split(), "--data", str(data), "--out", str(out)]
-    command += [*sizes, "--steps", "200", "--rows", "4", "--anchors", "12", "--learning-rate", "5e-3"]
+    command += [
+        *sizes,
+        "--steps",
+        "200",
+        "--rows",
+        "4",
+        "--anchors",
+        "12",
+        "--learning-rate",
+        "5e-3",
+    ]
     command += ["--held-out", "4", "--evaluate-every", "200", "--evaluated-tokens", "12"]
     done = invoke(*command, "--regenerate", "--answer-tokens", "16")
     assert done.code == 0, done.stderr

@@ -23,7 +23,6 @@ from jaxspec.weights.loading import LoadedModel, load_drafter
 from tests import fakes, tiny, tiny_pair
 from tests.training.test_passes import SUPPRESSED
 
-
 BLOCKS = ("dflash", "dflash2", "dspark")
 
 
