@@ -14,6 +14,7 @@ random draws always follow from its own seed and sample number.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -66,6 +67,7 @@ from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.sharding import mesh_of, own_context
 
+LOG = logging.getLogger("jaxspec.engine")
 BYTES = Range("0 or more", lambda x: x >= 0, 0, 1 << 62, "a whole number")
 STOP_IDS = 4
 """Stop ids of a slot, unless the engine is made for more."""
@@ -198,7 +200,13 @@ class Engine:
         )
         if choose_length == "survival" and not invariant and spec.tree is None:
             widths = ladder(spec.num_draft_tokens)[1:]
-            if len(widths) > 1 and jax.process_count() == 1:
+            if not on_cpu(mesh):
+                # An engine of 26B-A4B with 32 rows ended in CUDA_ERROR_ILLEGAL_ADDRESS on an H200.
+                LOG.warning(
+                    'choose_length="survival" does as "always" on this device: steps that choose '
+                    "by confidences fail on GPUs"
+                )
+            elif len(widths) > 1 and jax.process_count() == 1:
                 spec = dataclasses.replace(spec, widths=widths)
         check_min_cache_length(spec, cache_length)
         check_pages(spec, cache_length, cache_tokens, prefix_bytes, mesh)

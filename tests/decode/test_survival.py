@@ -521,8 +521,17 @@ def test_an_engine_chooses_between_both_kinds_of_calls() -> None:
         assert {kind for kind, _ in gate._calls} == kinds
 
 
-def test_where_steps_cannot_choose() -> None:
+def test_where_steps_cannot_choose(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     c = case("31b")
+    assert c.engine("mixed", choose_length="survival").spec.widths == (1, 3, 4)
+    with monkeypatch.context() as there:
+        there.setattr(engines, "on_cpu", lambda mesh: False)
+        engine = c.engine("mixed", choose_length="survival", read_ahead=0)
+        assert engine.spec.widths == ()
+        assert engine.draft_length.gate is None
+        assert 'does as "always" on this device' in caplog.text
     assert c.engine("mixed", choose_length="always").spec.widths == ()
     assert c.engine("mixed", choose_length="survival", num_draft_tokens=1).spec.widths == ()
     with pytest.raises(FieldError, match='choose_length="survival" lets a row depend'):
