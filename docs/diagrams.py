@@ -21,18 +21,16 @@ PROMPT = "class Queue:\n    def __init__(self"
 # `pair.text_by_step` of the bundled pair, 64 greedy tokens in float32. The first piece is prefill's token.
 TEXT_BY_STEP = (
     ",",
-    " name, mode=",
-    "None, name",
-    "=None, name",
-    '=None):\n        """Construct a',
-    " Termin",
-    "al instance",
-    ".\n\n        The name of the name is",
-    " a string, and",
-    " a tuple of\n        or None if",
-    ' the name is not None.\n        """',
-    "\n        self.name = name\n        self",
-    "._name",
+    " name, mode=None, name",
+    "=None,",
+    ' name=None):\n        """Con',
+    "struct a Terminal",
+    " instance.\n\n        The name of",
+    " the name is a string, and a",
+    " tuple of\n        or None",
+    " if the name is not None.\n        ",
+    '"""\n        self.name = name\n        ',
+    "self._name",
     " = name",
 )
 

@@ -146,26 +146,27 @@ REFINE_SCHEDULES = {
 }
 _SMOKE = TrainingOptions(steps=6, rows=4, anchors=4, warmup=0.3)
 _DFLASH = TrainingOptions(
-    steps=12_000,
+    steps=48_400,
     rows=64,
-    anchors=16,
+    anchors=48,
     learning_rate=2e-3,
-    warmup=0.025,
+    warmup=0.02,
     weight_decay=0.05,
     seed=SEED,
 )
 _MTP = TrainingOptions(
-    steps=8000, rows=16, anchors=64, learning_rate=3e-3, warmup=0.0125, weight_decay=0.05, seed=SEED
+    steps=35_400, rows=64, anchors=32, learning_rate=3e-3, warmup=0.02, weight_decay=0.05, seed=SEED
 )
 _SHORT: Any = dict(sequences=8, new_tokens=24, evaluations=2)
-_OF_DFLASH, _OF_MTP = LossWeights(decay=4.0), LossWeights(decay=4.5)
+_OF_DFLASH = LossWeights(decay=4.0, survival=0.8)
+_OF_MTP = LossWeights(decay=4.5, survival=0.8)
 DRAFTER_SCHEDULES = {
     "smoke": DrafterSchedule(
         training=_SMOKE, weights=_OF_DFLASH, prompt_lengths=(16, 32), **_SHORT
     ),
-    "full": DrafterSchedule(32_768, _DFLASH, _OF_DFLASH),
+    "full": DrafterSchedule(131_072, _DFLASH, _OF_DFLASH),
 }
 ASSISTANT_SCHEDULES = {
     "smoke": DrafterSchedule(training=_SMOKE, weights=_OF_MTP, prompt_lengths=(16, 16), **_SHORT),
-    "full": DrafterSchedule(16_384, _MTP, _OF_MTP, prompt_lengths=(64, 64)),
+    "full": DrafterSchedule(131_072, _MTP, _OF_MTP),
 }
