@@ -11,10 +11,10 @@ Stages, in order:
     export     write jaxspec/bundled in the Hugging Face layout (seconds)
     evaluate   bits per byte, repetition and acceptance lengths on the held-out modules (CPU, 2 minutes)
 
-The weights in jaxspec/bundled come from H200s with jax 0.11.2. The target's schedule is the one here. The drafters had
-the loss and the numbers of updates of recipe.py, on 292,345 texts: nine of ten with prompts of 64 tokens, the others of up
-to 512. A loop of its own trained them by parts of `jaxspec.training`; its rate followed the time. A run by the stages here
-was not made in full.
+The weights in jaxspec/bundled come from H200s with jax 0.11.2. The target's schedule is the one here. The
+drafters had the loss and the numbers of updates of recipe.py, on 292,345 texts: nine of ten with prompts of
+64 tokens, the others of up to 512. A loop of its own trained them by parts of `jaxspec.training`; its rate
+followed the time. A run by the stages here was not made in full.
 
 `corpus` wants the library of the Python version in recipe.py, of any build: run it with that Python, or
 name its directory with `--stdlib`. Every stage is seeded, but GPU reductions are not bitwise repeatable.
