@@ -88,7 +88,7 @@ def test_options_are_records(pair: Pair, done: Generation) -> None:
         TEXT, max_new_tokens=NEW, sampling=sampling, drafting=Drafting(3), num_samples=3
     )
     assert len({d.token_ids for d in three}) == 3
-    assert all(len(d.top_logprobs) == NEW == len(d.logprobs) for d in three)
+    assert all(len(d.top_logprobs) == len(d.token_ids) == len(d.logprobs) for d in three)
     stopped = pair.generate(TEXT, max_new_tokens=NEW, stop_texts=[done.text[3:5]])
     assert stopped.text == done.text[: done.text.index(done.text[3:5])]
     assert stopped.finish_reason == "stop"
