@@ -447,6 +447,7 @@ def test_an_assistant_broken_by_its_files(
 
 
 @needs_mtp
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_text")
 def test_a_post_projection_of_zeros_spoils_all_drafts_but_the_first(
     check, only: Only, tmp_path: Path

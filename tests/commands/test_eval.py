@@ -33,6 +33,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
     return path
 
 
+@pytest.mark.slow  # HumanEval's own prompts are compared by default
 def test_figures_are_those_of_generating_the_same_prompts(invoke: Run, tmp_path: Path) -> None:
     lines = [{"prompt": p, "category": "ab"[i % 2]} for i, p in enumerate(PROMPTS)]
     file = write(tmp_path / "mine.jsonl", lines)
