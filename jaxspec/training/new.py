@@ -299,22 +299,26 @@ def _zlab(c: Any) -> dict[str, Any]:
         names = [f.name for f in dataclasses.fields(c) if f.name not in _fields(c)]
         own |= {name: getattr(c, name) for name in names}
     if getattr(c, "markov_rank", None) is not None:
-        own |= {
-            "projector_type": "dspark",
-            "markov_rank": c.markov_rank,
-            "markov_head_type": c.markov_head_type,
-            "enable_confidence_head": c.confidence,
-            "confidence_head_with_markov": c.confidence_with_markov,
-            "sample_from_anchor": c.sample_from_anchor,
-        }
-    windows = {"sliding_window": c.sliding_window} if "sliding" in c.layer_types else {}
+        own |= {"projector_type": "dspark", "sample_from_anchor": c.sample_from_anchor}
+        own |= _markov(c)
     return {
+        **_layers(c),
         "architectures": [family.architectures[0]],
-        "model_type": "qwen3",
-        "attention_bias": False,
         "block_size": c.block_size,
         "dflash_config": own,
         "final_logit_softcapping": c.final_logit_softcap,
+        "num_target_layers": c.num_target_layers,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": False,
+    }
+
+
+def _layers(c: Any) -> dict[str, Any]:
+    """Return what both containers say of the layers of a block drafter, in the words of Qwen3."""
+    windows = {"sliding_window": c.sliding_window} if "sliding" in c.layer_types else {}
+    return {
+        "model_type": "qwen3",
+        "attention_bias": False,
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "hidden_size": c.hidden_size,
@@ -324,13 +328,20 @@ def _zlab(c: Any) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_hidden_layers": c.num_layers,
         "num_key_value_heads": c.num_kv_heads,
-        "num_target_layers": c.num_target_layers,
         "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": False,
         "use_sliding_window": bool(windows),
         "vocab_size": c.vocab_size,
         **windows,
+    }
+
+
+def _markov(c: Any) -> dict[str, Any]:
+    """Return what both containers say of DSpark's heads."""
+    return {
+        "markov_rank": c.markov_rank,
+        "markov_head_type": c.markov_head_type,
+        "enable_confidence_head": c.confidence,
+        "confidence_head_with_markov": c.confidence_with_markov,
     }
 
 
@@ -338,33 +349,10 @@ def _speculators(c: Any) -> dict[str, Any]:
     """Return config.json in the container of speculators. Feature layers are named by the layer that reads them."""
     (family,) = (f for f in families("drafter") if f.config is type(c))
     own = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in _fields(c)}
-    if (rank := own.pop("markov_rank", None)) is not None:
-        own = {
-            "markov_rank": rank,
-            "markov_head_type": c.markov_head_type,
-            "enable_confidence_head": c.confidence,
-            "confidence_head_with_markov": c.confidence_with_markov,
-        }
+    if "markov_rank" in own:
+        own = _markov(c)
     causal = {"is_causal": c.causal[0]} if len(set(c.causal)) == 1 else {}
-    windows = {"sliding_window": c.sliding_window} if "sliding" in c.layer_types else {}
-    layers = {
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "layer_types": [f"{kind}_attention" for kind in c.layer_types],
-        "max_position_embeddings": c.max_positions,
-        "num_attention_heads": c.num_heads,
-        "num_hidden_layers": c.num_layers,
-        "num_key_value_heads": c.num_kv_heads,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_parameters": {"rope_theta": c.rope_theta, "rope_type": "default"},
-        "use_sliding_window": bool(windows),
-        "vocab_size": c.vocab_size,
-        **windows,
-    }
+    rope = {"rope_theta": c.rope_theta, "rope_type": "default"}
     proposal = {"proposal_type": "greedy", "speculative_tokens": c.max_draft_tokens}
     return {
         "architectures": [family.architectures[0]],
@@ -381,7 +369,7 @@ def _speculators(c: Any) -> dict[str, Any]:
         "sample_from_anchor": c.sample_from_anchor,
         "sliding_window_non_causal": not any(c.causal),
         "tie_word_embeddings": False,
-        "transformer_layer_config": layers,
+        "transformer_layer_config": _layers(c) | {"rope_parameters": rope},
         **causal,
         **own,
     }
