@@ -29,8 +29,8 @@ from scripts.tables.cases import FOLDER, Case, shell_line
 from scripts.tables.data import DATA, ROOT, Cell, Place, file_of, read, write
 
 LEAST_S = 20  # no process starts with less time
-REFUSED = ("not enough memory", " GiB")
-"""Words of the messages that a lack of memory has."""
+REFUSED = re.compile("^error: .*(not enough memory| GiB)", re.M)
+"""A command's own message of a lack of memory. Other failures may have GiB in their logs."""
 RESULT = ("tokens_per_s", "step_ms", "ttft_ms")
 STREAM = (
     *("requests", "tokens_per_s", "wall_s", "prefill_s", "decode_s", "host_s", "floor_s", "slots"),
@@ -299,7 +299,7 @@ def run(
                 outcome = str(error)
             except RuntimeError as error:
                 outcome = str(error)
-                if any(words in outcome for words in REFUSED) and len(job.batches) == 1:
+                if REFUSED.search(outcome) and len(job.batches) == 1:
                     values = {case: {"error": "does not fit"} for case in job.cases}
                 elif len(job.batches) > 1:  # of several batch sizes some may fit
                     with lock:
