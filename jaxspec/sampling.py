@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ from jax.typing import ArrayLike
 from jaxspec.options import FieldError, ProgramFeatures
 from jaxspec.shapes import Array, Bool, Float, Int
 
+T = TypeVar("T")
 KEY_KIND = "threefry2x32"
 """Of all keys. The default is a setting of JAX, and another kind draws for a row what depends on
 the rows beside it."""
@@ -416,6 +419,40 @@ def _best(
         return first, jnp.take_along_axis(x, first[..., None], axis=-1)[..., 0]
 
     return lax.platform_dependent(x, cuda=in_one, default=in_two)
+
+
+GROUP_BYTES = 1 << 27
+"""Most bytes of float32 logits from which tokens are drawn at once. That takes twice as much memory beside them."""
+
+
+def in_groups(function: Callable[..., T], logits: Float[Array, "B T V"], *rows: Any) -> T:
+    """Return `function(logits, *rows)`, computed for one group of rows after the other.
+
+    What the function holds beside the logits then has the size of a group. All results are the
+    rows' own, so groups may overlap.
+
+    Args:
+      rows: pytrees whose arrays begin with the axis of rows. Those of None stay.
+    """
+    count = logits.shape[0]
+    size = max(1, count * GROUP_BYTES // max(1, 4 * logits.size))
+    if (
+        size >= count or jax.sharding.get_abstract_mesh().size > 1
+    ):  # a device holds some of the rows
+        return function(logits, *rows)
+
+    def add(i: Array, results: T) -> T:
+        start = jnp.minimum(i * size, count - size)
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (logits, *rows))
+        return jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0),
+            results,
+            function(*part),
+        )
+
+    shapes = jax.eval_shape(function, logits, *rows)
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return lax.fori_loop(0, -(-count // size), add, none)
 
 
 def fold_keys(

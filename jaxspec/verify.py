@@ -30,6 +30,7 @@ from jaxspec.sampling import (
     Stream,
     choose,
     fold_keys,
+    in_groups,
     sample,
     shape_logits,
 )
@@ -83,7 +84,7 @@ def verify(
 
     def mixed() -> AcceptResult:
         rule = block_verify if block else rejection_verify
-        sampled = rule(logits, draft, sampling, keys, steps, log_q, limit)
+        sampled = in_groups(rule, logits, draft, sampling, keys, steps, log_q, limit)
         accepted = jnp.minimum(sampled.accepted, _leading(choice != NO_TOKEN))
         bonus = jnp.where(_at(choice, accepted) != NO_TOKEN, sampled.bonus, NO_TOKEN)
         sampled = AcceptResult(accepted, bonus, finite=greedy.finite)
@@ -224,7 +225,7 @@ def tree_verify(
         token_keys = fold_keys(
             keys, steps, jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)), Stream.TOKEN
         )
-        drawn = jax.vmap(sample, in_axes=1, out_axes=1)(shape_logits(logits, sampling), token_keys)
+        drawn = in_groups(_draw, logits, sampling, token_keys)
         is_drawn = (sampling.temperature[:, None] > 0) & (greedy != NO_TOKEN)
         return jnp.where(is_drawn, drawn, greedy)
 
@@ -242,6 +243,12 @@ def tree_verify(
     path += [row] * (t - len(path))
     finite = jnp.all(choice != NO_TOKEN, axis=1)
     return AcceptResult(accepted, bonus, jnp.stack(path, axis=1), finite)
+
+
+def _draw(
+    logits: Float[Array, "B T V"], sampling: SamplingParams, keys: Array
+) -> Int[Array, "B T"]:
+    return jax.vmap(sample, in_axes=1, out_axes=1)(shape_logits(logits, sampling), keys)
 
 
 def synthetic_verify(

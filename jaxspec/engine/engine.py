@@ -111,8 +111,9 @@ class Engine:
       cache_tokens: tokens for which caches have room, in pages of 64. A request gets pages for its
         prompt and its first steps, and more as it grows. It waits while too few are free. Where rows
         that run have too few, the youngest give up theirs, and go on later with the same tokens. At
-        least `cache_length`. "auto": as many as memory holds. Needs a mesh whose data axis
-        has one device. None: every slot has room for `cache_length` positions.
+        least `cache_length`. "auto": as many as memory holds; on a GPU all programs are then
+        compiled before caches are allocated, by `warm_up` or by the first `add`. Needs a mesh whose
+        data axis has one device. None: every slot has room for `cache_length` positions.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
       steps_per_return: most decode steps between returns to the host. On a GPU fewer, where running
         rows would wait for more than a quarter of a second.
@@ -224,6 +225,7 @@ class Engine:
                 "needs a mesh whose data axis has one device, and a drafter that drafts by slot; "
                 "leave it out",
             )
+        self._compiles_first = cache_tokens == "auto" and not on_cpu(mesh)
         if cache_tokens == "auto":
             limit = weight_memory.bytes_limit(mesh)
             cache_tokens = memory.plan_cache_tokens(
@@ -260,6 +262,7 @@ class Engine:
                 DeviceCopies(self.runtime, snapshots), prefix_host_bytes, pool_bytes=prefix_bytes
             )
         self._next_id = 0  # of requests without one
+        self._compiled_stop_ids = 0  # for which `warm_up` compiled all programs
         # Several devices, or several processes, need their programs in one order, which one thread keeps.
         self._executor = ThreadPoolExecutor(1, "jaxspec") if self.mesh.size == 1 else None
         self._begin()
@@ -455,6 +458,8 @@ class Engine:
           FieldError: `check` refuses the request, or its id belongs to a request that is not done.
         """
         request = self.validate(request)
+        if self._compiles_first and self._compiled_stop_ids != self.num_stop_ids:
+            self.warm_up()
         if request.id in self._live:
             raise FieldError(
                 "id", f"{request.id!r} belongs to a request that is not done; give another"
@@ -519,6 +524,7 @@ class Engine:
             raise ValueError("warm_up needs an idle engine: call step until is_idle, or reset")
         with own_context(self.mesh):
             self._scheduler.warm_up(self.steps_per_return)
+        self._compiled_stop_ids = self.num_stop_ids
 
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
         """Decode all requests, and yield updates as tokens come and one completion for each.

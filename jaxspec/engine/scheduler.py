@@ -126,7 +126,10 @@ class Scheduler:
         return row.as_completion("cancelled")
 
     def warm_up(self, max_steps: int) -> None:
-        """Compile every program, and time all verify lengths. No request may wait or run."""
+        """Compile every program, and time all verify lengths. No request may wait or run.
+
+        The state is made last: while XLA compiles for a GPU, it times products on copies of their operands.
+        """
         runtime, slots = self.runtime, self.slots
         tables = slots.tables
         of_prefill, of_decode = slots.output_request(0), slots.output_request(max_steps)
@@ -138,11 +141,13 @@ class Scheduler:
         )
         kinds = (True, False) if runtime.spec.program_features.grammars else (False,)
         with runtime.compiling_in_background():
+            state = slots.state_shapes
             for guided in kinds:  # first, since they compile longest
-                runtime.bind_decode(slots.state, of_decode, 1, guided=guided, tables=tables)
-            self.draft_length.begin_compiling(slots.state, of_decode, small_batches)
+                runtime.bind_decode(state, of_decode, 1, guided=guided, tables=tables)
+            self.draft_length.begin_compiling(state, of_decode, small_batches)
             for chunk in chunks:
-                runtime.bind_prefill(slots.state, chunk, of_prefill, tables)
+                runtime.bind_prefill(state, chunk, of_prefill, tables)
+        runtime.wait_for_programs()
         slots.admit({})
         for chunk in chunks:
             call = runtime.bind_prefill(slots.state, chunk, of_prefill, tables)

@@ -160,6 +160,11 @@ class Slots:
         self._state = state
 
     @property
+    def state_shapes(self) -> DecodeState:
+        """The shapes of the state, which need not be there yet."""
+        return self.runtime.state_shapes(self.num_stop_ids)
+
+    @property
     def tables(self) -> HostTables | None:
         """The pages of all rows, as programs take them."""
         return None if self.pages is None else {n: x.copy() for n, x in self.pages.tables.items()}

@@ -22,7 +22,9 @@ from jax.sharding import Mesh
 from jaxspec import row_subset
 from jaxspec import state as states
 from jaxspec.cache import PAGE, RING_MULTIPLE, Paging
-from jaxspec.runtime.prefill import default_read_ahead
+from jaxspec.options import ProgramFeatures
+from jaxspec.runtime.prefill import default_read_ahead, on_cpu
+from jaxspec.sampling import GROUP_BYTES
 from jaxspec.state import DecodeSpec
 from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.memory import (
@@ -37,9 +39,21 @@ from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import state_shardings
 
 LOGITS_HELD = 3
-"""A step holds all logits as they are, adjusted, and as probabilities. Compiled for an H200, steps of
-256 rows of 26B-A4B take 12.4 GiB beside their arguments with DFlash, whose logits are 4 GiB, and 6.3
-with MTP, whose logits are 2."""
+"""A step that is not told below holds all logits as they are, adjusted, and as probabilities."""
+
+
+def _logits_bytes(spec: DecodeSpec, rows: int, mesh: Mesh) -> int:
+    """Return the bytes of logits that a step holds on each device.
+
+    A step holds all of them once. Tokens are drawn for a group of rows after the other (`in_groups`),
+    which holds as much as a group twice. Compiled for an H200 with 26B-A4B, a step takes 1.66 GB beside its
+    arguments with MTP and 160 rows, whose logits are 1.34 GB, and 2.52 with DFlash and 128 rows (2.15).
+    """
+    logits = 4 * rows * spec.step_tokens * spec.target.config.vocab_size
+    features = spec.program_features != ProgramFeatures()
+    if mesh.size > 1 or features or spec.drafting.draft_sampling or spec.widths:
+        return LOGITS_HELD * logits // mesh.size
+    return round(1.05 * logits) + 2 * min(logits, GROUP_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +62,7 @@ class Footprint:
 
     weights: int
     caches: int  # of target and drafter
-    logits: int  # float32, of all tokens that a step verifies, as often as a step holds them
+    logits: int  # float32, of all tokens that a step verifies, as often as it holds them
     prefixes: int = 0
     activations: int = 0  # of a pass over prompts, beyond the memory of logits: no step runs then
 
@@ -90,7 +104,7 @@ def footprint(
     else:
         paging = Paging(rows + read_ahead, cache_tokens)
         caches = caches_bytes(spec, rows + read_ahead, cache_length, mesh, paging)
-    logits = LOGITS_HELD * 4 * rows * spec.step_tokens * spec.target.config.vocab_size
+    logits = _logits_bytes(spec, rows, mesh)
     activations = pass_tokens * max(map(bytes_a_token, models))
     if spec.vision is not None:
         models.append(spec.vision)
@@ -98,9 +112,9 @@ def footprint(
     return Footprint(
         sum(weight_bytes(model, mesh) for model in models),
         caches,
-        logits // mesh.size,
+        logits,
         prefix_bytes,
-        max(0, activations - logits) // mesh.size,
+        max(0, activations // mesh.size - logits),
     )
 
 
@@ -144,6 +158,10 @@ SPARE_TABLES = 3
 a GPU, it times products on copies of their operands. With 5.6 GiB free it found no 2.64 GiB for the head of 31B."""
 
 
+SPARE_COMPILED = 1 / 64
+"""Share that they leave free if every program is compiled before they are allocated."""
+
+
 def _spare(spec: DecodeSpec, mesh: Mesh, limit: int) -> float:
     """Return the bytes that optional caches leave free of a device's limit."""
     largest_bytes = weight_memory.largest_weight_bytes(spec.target, mesh)
@@ -184,6 +202,8 @@ def plan_cache_tokens(
 ) -> int:
     """Return the tokens of pages that memory holds: at most for all rows, at least for one.
 
+    On a GPU they leave little memory free: programs have to be compiled before they are allocated.
+
     Args:
       limit: bytes of a device; None: not known.
       beside: as in `footprint`.
@@ -192,10 +212,12 @@ def plan_cache_tokens(
     if limit is None:
         return all_tokens
 
+    spare = _spare(spec, mesh, limit) if on_cpu(mesh) else SPARE_COMPILED * limit
+
     def fits(pages: int) -> bool:
         of = dict(read_ahead=read_ahead, cache_tokens=pages * PAGE)
         need = footprint(spec, rows, cache_length, mesh, **of, **beside)
-        return need.total <= limit - _spare(spec, mesh, limit)
+        return need.total <= limit - spare
 
     return max(cache_length, PAGE * largest(all_tokens // PAGE, fits))
 

@@ -69,13 +69,25 @@ class Programs:
     def __init__(self) -> None:
         self.compiled: dict[Any, Any] = {}
         self.pending: dict[Any, Future[Any]] = {}  # that a `Compiler` compiles
-        self.state_makers: dict[Any, Callable[[], DecodeState]] = {}
+        self.state_makers: dict[Any, Any] = {}
 
     def new_state(self, *sizes: Any) -> DecodeState:
         """Return an empty state; arguments as in `state.state_maker`."""
+        return self._state_maker(*sizes)()
+
+    def state_shapes(self, *sizes: Any) -> DecodeState:
+        """Return the shapes and shardings of such a state, for which programs can be compiled."""
+        return self._state_maker(*sizes).eval_shape()
+
+    def _state_maker(self, *sizes: Any) -> Any:
         if sizes not in self.state_makers:
             self.state_makers[sizes] = states.state_maker(*sizes)
-        return self.state_makers[sizes]()
+        return self.state_makers[sizes]
+
+    def wait(self) -> None:
+        """Wait until all programs that a `Compiler` has are compiled. `get` raises their errors."""
+        for program in self.pending.values():
+            program.exception()
 
     def get(
         self,

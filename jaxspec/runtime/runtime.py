@@ -304,15 +304,15 @@ class Runtime:
         Args:
           rows: None for all.
         """
-        return self.programs.new_state(
-            self.spec,
-            rows or self.num_rows,
-            self.cache_length,
-            num_stop_ids,
-            self.spec.target.cache_dtype,
-            self.mesh,
-            self.paging,
-        )
+        return self.programs.new_state(*self._state_sizes(num_stop_ids, rows))
+
+    def state_shapes(self, num_stop_ids: int) -> DecodeState:
+        """Return the shapes of a state of all rows. Programs are bound to it as to the state itself."""
+        return self.programs.state_shapes(*self._state_sizes(num_stop_ids, None))
+
+    def _state_sizes(self, num_stop_ids: int, rows: int | None) -> tuple[Any, ...]:
+        dtype, rows = self.spec.target.cache_dtype, rows or self.num_rows
+        return self.spec, rows, self.cache_length, num_stop_ids, dtype, self.mesh, self.paging
 
     @functools.cached_property
     def page_counts(self) -> dict[int, int]:
@@ -551,6 +551,12 @@ class Runtime:
         finally:
             self._compiler.close()
             self._compiler = None
+
+    def wait_for_programs(self) -> None:
+        """Wait until all programs that were bound are compiled. Their first call raises their errors."""
+        begin = time.perf_counter()
+        self.programs.wait()
+        self.timings.compile_s += time.perf_counter() - begin
 
     def as_inputs(self, rows: Any) -> Any:
         """Return values of the host as inputs of a program. On one device the call places them, more quickly."""

@@ -34,7 +34,14 @@ REFUSED = re.compile("^error: .*(not enough memory| GiB)", re.M)
 RESULT = ("tokens_per_s", "step_ms", "ttft_ms")
 STREAM = (
     *("requests", "tokens_per_s", "wall_s", "prefill_s", "decode_s", "host_s", "floor_s", "slots"),
-    *("slots_in_use", "longest_pause_ms", "programs", "compile_s", "late_compilations"),
+    *(
+        "slots_in_use",
+        "preemptions",
+        "longest_pause_ms",
+        "programs",
+        "compile_s",
+        "late_compilations",
+    ),
 )
 
 

@@ -13,6 +13,7 @@ from jaxspec.verify import (
     greedy_verify,
     rejection_verify,
     synthetic_verify,
+    tree_verify,
     verify,
 )
 
@@ -174,3 +175,31 @@ def test_a_row_with_fewer_drafts_is_judged_as_if_there_were_no_others(
         assert len({*np.asarray(want.accepted)[rows].tolist()}) >= min(size + 1, 2)
         np.testing.assert_array_equal(got.accepted[rows], want.accepted[rows])
         np.testing.assert_array_equal(got.bonus[rows], want.bonus[rows])
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "tree"])
+def test_groups_of_rows_are_judged_as_all_rows_at_once(
+    monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """Five groups of three rows, of which the last one overlaps the one before."""
+    rows, g = 13, 3
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.normal(size=(rows, g + 1, VOCAB)), jnp.float32)
+    draft = jnp.asarray(rng.integers(VOCAB, size=(rows, g)), jnp.int32)
+    logits = logits.at[:, :g].add(2.0 * jax.nn.one_hot(draft, VOCAB))
+    temperature = jnp.where(jnp.arange(rows) % 4 == 1, 0.0, 0.9)
+    random = SamplingParams.make(rows, temperature=temperature, top_k=4, top_p=0.9), keys(rows)
+    random += (jnp.arange(rows, dtype=jnp.int32),)
+
+    def judge() -> AcceptResult:
+        if rule == "tree":
+            parents = jnp.broadcast_to(jnp.asarray([0, 1, 1], jnp.int32), draft.shape)
+            return tree_verify(logits, draft, parents, *random, depth=2)
+        q = jax.nn.log_softmax(0.5 * logits[:, :g])
+        return verify(logits, draft, *random, log_q=q, block=rule == "block")
+
+    want = judge()
+    monkeypatch.setattr("jaxspec.sampling.GROUP_BYTES", 3 * (g + 1) * VOCAB * 4)
+    got = judge()
+    assert len({*np.asarray(want.accepted).tolist()}) > 1
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import jaxspec
 from checkpoints_convert import hf_io
+from jaxspec.cache import PAGE
 from jaxspec.commands.bench import trace
 from jaxspec.commands.cli import app
 from jaxspec.engine.engine import Engine
@@ -212,7 +213,8 @@ def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.Monke
     needed = memory.footprint(*sizes, **store, pass_tokens=shapes.most_tokens(1024))
     four, eight = (memory.footprint(*sizes, read_ahead=n).caches for n in (0, 4))
     assert eight == 2 * four
-    assert needed.logits == 3 * 4 * 4 * model_def.config.vocab_size  # rows read ahead take no steps
+    # Rows read ahead take no steps. All rows are one group.
+    assert needed.logits == round((1.05 + 2) * 4 * 4 * model_def.config.vocab_size)
     pass_bytes = shapes.most_tokens(1024) * memory.bytes_a_token(model_def)
     assert needed.activations == pass_bytes - needed.logits > 0  # no step runs beside a pass
     assert needed.total == needed.weights + eight + pass_bytes + (1 << 24)
@@ -252,6 +254,22 @@ def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.Monke
     assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead < 4
     has(monkeypatch, needed.total + 3 * table)
     assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead == 4
+
+
+def test_pages_take_what_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU but one part in 64, since programs are compiled before."""
+    target, mesh = case("31b").target, make_mesh(devices=jax.devices()[:1])
+    sizes = make_spec(target, None), 16, 4096, mesh
+    need = memory.footprint(*sizes, cache_tokens=200 * PAGE).total
+    table = weight_memory.largest_weight_bytes(target.model_def, mesh)
+
+    def tokens(limit: int) -> int:
+        return memory.plan_cache_tokens(*sizes, limit=limit, read_ahead=0)
+
+    assert tokens(max(-(-need * 16 // 15), need + 3 * table)) // PAGE in (200, 201)
+    monkeypatch.setattr(memory, "on_cpu", lambda mesh: False)
+    assert tokens(-(-need * 64 // 63)) == 200 * PAGE
+    assert tokens(need * 64 // 63 - 1) == 199 * PAGE
 
 
 def test_a_compiled_program_that_does_not_fit_is_refused_with_its_own_number(

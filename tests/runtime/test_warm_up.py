@@ -163,3 +163,35 @@ def test_nobody_waits_for_programs_that_are_compiled_aside() -> None:
     assert first.result(60)
     assert isinstance(second.exception(60), ZeroDivisionError)
     thread.join(60)
+
+
+def test_programs_are_compiled_before_caches_are_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, XLA times products on copies of their operands, and `cache_tokens="auto"` leaves no room for them."""
+    c = case("31b")
+    on_gpu = lambda mesh: False  # noqa: E731
+    for module in ("jaxspec.engine.engine", "jaxspec.runtime.memory"):
+        monkeypatch.setattr(f"{module}.on_cpu", on_gpu)
+    engine = Engine(
+        c.target,
+        c.drafter("dflash"),
+        batch_size=3,
+        cache_length=128,
+        cache_tokens="auto",
+        read_ahead=0,
+    )
+    states = []
+    compile_in_thread = Compiler.submit
+
+    def submit(self: Compiler, compiling: Any) -> Any:
+        states.append(engine._scheduler.slots._state)
+        return compile_in_thread(self, compiling)
+
+    monkeypatch.setattr(Compiler, "submit", submit)
+    engine.add(request([2, 5, 7], 4))
+    assert len(states) > 3
+    assert set(states) == {None}
+    assert not engine.runtime.programs.pending  # programs for shapes serve the state itself
+    count = engine.num_compilations
+    while not engine.is_idle:
+        engine.step()
+    assert engine.num_compilations == count

@@ -196,6 +196,7 @@ class TraceReport:
         50th, 95th and 99th percentile of all requests, and the largest.
       longest_pause_ms: between two updates of a request with new tokens.
       slots_in_use: mean over time.
+      preemptions: rows that gave up their pages for older ones, and went on later.
       acceptance_length: mean tokens per verify step; None without a drafter.
       lengths: by number of verified drafts: steps of the batch, and milliseconds of one with all
         slots active. Empty if all drafts are always verified.
@@ -217,6 +218,7 @@ class TraceReport:
     longest_pause_ms: float
     slots: int
     slots_in_use: float
+    preemptions: int
     acceptance_length: float | None
     lengths: dict[int, dict[str, float | int | None]]
     programs: int
@@ -259,6 +261,7 @@ def run(
         longest_pause_ms=max(s.pause_s for s in timings) * 1e3,
         slots=engine.batch_size,
         slots_in_use=in_use / wall_s,
+        preemptions=engine.num_preemptions - before.preemptions,
         acceptance_length=float(np.mean(lengths)) if engine.drafter and lengths else None,
         lengths={
             v: dict(steps=use.steps, step_ms=None if use.step_s is None else use.step_s * 1e3)
@@ -322,7 +325,7 @@ def render(report: TraceReport) -> Group:
     lines = [
         f"{report.requests} requests, {report.prompt_tokens:,} prompt tokens, "
         f"{report.new_tokens:,} new ones; the longest pause of a row: "
-        f"{digits(report.longest_pause_ms)} ms",
+        f"{digits(report.longest_pause_ms)} ms; {report.preemptions} preemptions",
         f"{report.programs} programs, compiled beforehand in {report.compile_s:.1f} s; "
         f"{report.late_compilations} compiled later",
     ]
