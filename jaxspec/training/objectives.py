@@ -19,13 +19,12 @@ terms; the papers of DFlash for weights that decay along the block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from flax import nnx, struct
 from jax import lax
 
 from jaxspec.drafters.base import AnyDrafter
@@ -34,42 +33,20 @@ from jaxspec.drafters.dflash2 import DFlash2Drafter
 from jaxspec.drafters.dspark import DSparkDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.shapes import Array, Bool, Float, Int
-from jaxspec.training.passes import Predictions, Reading, Scores, num_slots, predictor
+from jaxspec.training.options import LossWeights
+from jaxspec.training.passes import (
+    Predictions,
+    Reading,
+    Scores,
+    frozen_tables,
+    num_slots,
+    predict,
+    prepare,
+)
+
+T = TypeVar("T")
 
 ANCHORS_AT_ONCE = 16  # of each text, so that logits of few blocks are held at a time
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """The factors of the terms of a loss, and how they decay.
-
-    Terms that a drafter has nothing for are left out.
-
-    Attributes:
-      total_variation: of sum |p - q|, which is twice the total variation.
-      base_cross_entropy, base_kl: of all tokens before a selector takes the best.
-      clusters: of the cross-entropy of an assistant's clusters.
-      confidence: of predicted probabilities of acceptance.
-      decay: slots after which the weight of a slot has fallen to 1 / e; None for no decay.
-      survival: share of weights that follow what the drafter reaches, in place of the decay: the probability
-        that it drafts all slots before rightly, over the tokens that a step from this anchor commits. Decoding
-        stands more often at anchors with few.
-    """
-
-    cross_entropy: float = 1.0
-    kl: float = 0.0
-    total_variation: float = 0.0
-    base_cross_entropy: float = 0.0
-    base_kl: float = 0.0
-    clusters: float = 1.0
-    confidence: float = 0.0
-    decay: float | None = 4.0
-    survival: float = 0.0
-
-    @property
-    def need_target(self) -> bool:
-        """True if a term compares with the target's distribution."""
-        return bool(self.kl or self.total_variation or self.base_kl or self.confidence)
 
 
 USUAL: Mapping[type[Any], LossWeights] = {
@@ -173,33 +150,61 @@ def loss_of(
 ) -> Sums:
     """Return the sums of the loss at some anchors of texts that the target has read.
 
-    Logits are made for `at_once` anchors of each text at a time, and made again in the backward pass.
+    Logits are made for `at_once` anchors of each text at a time, and made again in the backward pass. The
+    gradients of these pieces add up in float32, whatever the dtype of the weights.
 
     Args:
       real: which are anchors; others count nothing.
     """
-    predict = predictor(drafter, reading)
     count = num_slots(drafter)
     b, a = anchors.shape
+    at_once = min(at_once, a)
     pieces = -(-a // at_once)
     padding = ((0, 0), (0, pieces * at_once - a))
     anchors = jnp.pad(anchors, padding, constant_values=1)
     real = jnp.pad(real, padding)
 
-    def sums(piece: tuple[Int[Array, "B P"], Bool[Array, "B P"]]) -> Sums:
-        anchors, real = piece
+    def sums(drafter: AnyDrafter, once: Any, anchors: Array, real: Array) -> Sums:
         alive = slots_reached(answers, anchors, count) & real[..., None]
         logits = None
         if weights.need_target:
             at = anchors[..., None] + jnp.arange(count, dtype=jnp.int32)
             logits = reading.logits_at(at)
-        return loss_of_slots(predict(anchors), logits, alive, real, weights)
+        return loss_of_slots(predict(drafter, reading, once, anchors), logits, alive, real, weights)
+
+    once = prepare(drafter, reading)
+    if pieces == 1:
+        return sums(drafter, once, anchors, real)
+    # What a loop's body closes over has one dtype, in which its gradients add up.
+    graph, state = nnx.split(drafter)
+    state = nnx.to_flat_state(state)
+    fixed = frozen_tables(drafter)
+    trained = {path: x for path, x in state if path[-1] not in fixed}
+    others = [(path, x) for path, x in state if path[-1] in fixed]
+    exact, as_before = _in_float32((trained, once))
+
+    def piece(both: tuple[Int[Array, "B P"], Bool[Array, "B P"]]) -> Sums:
+        trained, once = as_before(exact)
+        state = nnx.from_flat_state([*trained.items(), *others])
+        return sums(nnx.merge(graph, state), once, *both)
 
     def by_piece(x: Array) -> Array:
         return x.reshape(b, pieces, -1).swapaxes(0, 1)
 
-    done = lax.map(jax.checkpoint(sums), (by_piece(anchors), by_piece(real)))
+    done = lax.map(jax.checkpoint(piece), (by_piece(anchors), by_piece(real)))
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), done)
+
+
+def _in_float32(tree: T) -> tuple[T, Callable[[T], T]]:
+    """Return a tree with its floating-point arrays in float32, and a function that rounds them as they were."""
+    dtypes = jax.tree.map(lambda x: x.dtype, tree)
+
+    def exact(x: Array) -> Array:
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(exact, tree), lambda tree: jax.tree.map(
+        lambda x, dtype: x.astype(dtype), tree, dtypes
+    )
 
 
 def loss_of_slots(

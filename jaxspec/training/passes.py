@@ -2,8 +2,8 @@
 
 A place is an anchor: a token that decoding could draft after. The drafter sees there what it sees when
 it decodes: of the text what stands before the anchor, and of the slots before what the text has in them.
-Its own modules run, those that decode. `read` runs the target once for all anchors of a text. A
-`Predictor` then predicts at any of them.
+Its own modules run, those that decode. `read` runs the target once for all anchors of a text, or takes
+the `Features` that it gave before. A `Predictor` then predicts at any anchors.
 
 No mask of a text by itself is made. What an anchor sees is said by the positions of the keys.
 """
@@ -33,22 +33,39 @@ from jaxspec.sampling import suppress
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
-class Reading(struct.PyTreeNode):
-    """The target's pass over whole texts.
+class Features(struct.PyTreeNode):
+    """What the target's pass over whole texts gave. Nothing else of it is read in training.
 
     Attributes:
-      hidden: hidden states after the final norm. Those of a token give the distribution of the next.
-      features: of the layers that the drafter reads.
-      segments: the keys and values that each layer's queries saw.
+      hidden: hidden states after the final norm. Those of a token give the distribution of the next. None if
+        neither the drafter nor its loss reads them.
+      layers: of the layers that the drafter reads.
+      keys, values: by the kind of layer, those that an assistant's queries see.
+    """
+
+    hidden: Float[Array, "B S D"] | None
+    layers: tuple[Float[Array, "B S D"], ...]
+    keys: dict[LayerType, Float[Array, "B S K H"]]
+    values: dict[LayerType, Float[Array, "B S K H"]]
+
+
+class Reading(struct.PyTreeNode):
+    """Texts, and the target's pass over them.
+
+    Attributes:
       suppress_tokens: never drafted.
     """
 
     target: Target
     tokens: Int[Array, "B S"]
-    hidden: Float[Array, "B S D"]
-    features: tuple[Float[Array, "B S D"], ...]
-    segments: tuple[tuple[KVSegment, ...], ...]
+    features: Features
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    @property
+    def hidden(self) -> Float[Array, "B S D"]:
+        """The hidden states after the final norm."""
+        assert self.features.hidden is not None
+        return self.features.hidden
 
     def tokens_at(self, places: Int[Array, "B *N"]) -> Int[Array, "B *N"]:
         """Return the tokens of the texts at some places. Behind a text, its last column."""
@@ -110,12 +127,37 @@ def read(
     Args:
       lengths: of the texts. What follows is padding, of any valid ids.
     """
+    features = features_of(target, drafter, tokens, lengths)
+    return Reading(target, tokens, features, suppress_tokens)
+
+
+def features_of(
+    target: Target,
+    drafter: AnyDrafter,
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
+    *,
+    need_target: bool = True,
+) -> Features:
+    """Run the target over texts, and return what training reads of it.
+
+    Args:
+      need_target: whether the loss compares with the target's distribution.
+    """
     where = placement_of(tokens, jnp.zeros_like(lengths), lengths)
     with jax.named_scope("train_target"):
         x = target.embed(tokens)
         done = target.run_layers(tokens, x, where, None, drafter.feature_layers)
     done = jax.lax.stop_gradient(done)
-    return Reading(target, tokens, done.hidden, done.features, done.segments, suppress_tokens)
+    is_chain = isinstance(drafter, MTPDrafter)
+    segments: dict[LayerType, KVSegment] = {
+        kind: done.segments[target.config.last_kv_owner(kind)][-1]
+        for kind in (dict.fromkeys(drafter.config.layer_types) if is_chain else ())
+    }
+    keys: dict[LayerType, Array] = {kind: x.k.swapaxes(1, 2) for kind, x in segments.items()}
+    values: dict[LayerType, Array] = {kind: x.v.swapaxes(1, 2) for kind, x in segments.items()}
+    hidden = done.hidden if need_target or is_chain else None
+    return Features(hidden, done.features, keys, values)
 
 
 def num_slots(drafter: AnyDrafter) -> int:
@@ -129,27 +171,70 @@ def predictor(drafter: AnyDrafter, reading: Reading) -> Predictor:
     Raises:
       TypeError: drafters of this class are not trained.
     """
-    for kind, make in _PREDICTORS.items():
+    once = prepare(drafter, reading)
+    return lambda anchors: predict(drafter, reading, once, anchors)
+
+
+def prepare(drafter: AnyDrafter, reading: Reading) -> Any:
+    """Return what a drafter makes of texts once, for all anchors: a pytree that `predict` takes.
+
+    Raises:
+      TypeError: drafters of this class are not trained.
+    """
+    return _pass_of(drafter)[0](drafter, reading)
+
+
+def predict(
+    drafter: AnyDrafter, reading: Reading, once: Any, anchors: Int[Array, "B A"]
+) -> Predictions:
+    """Predict at anchors.
+
+    Args:
+      once: the result of `prepare`.
+    """
+    return _pass_of(drafter)[1](drafter, reading, once, anchors)
+
+
+def _pass_of(drafter: AnyDrafter) -> tuple[Callable[..., Any], Callable[..., Predictions]]:
+    for kind, functions in _PASSES.items():
         if isinstance(drafter, kind):
-            return make(drafter, reading)
+            return functions
     raise TypeError(f"there is no training pass for {type(drafter).__name__}")
 
 
 def can_train(module: type[Any]) -> bool:
     """Return whether `predictor` takes drafters of a class."""
-    return issubclass(module, tuple(_PREDICTORS))
+    return issubclass(module, tuple(_PASSES))
 
 
 # --- blocks: DFlash, DFlash2, DSpark ---------------------------------------------------------------
 
 
-def _blocks(drafter: DFlashDrafter, reading: Reading) -> Predictor:
-    """Predict blocks. The context of a text is projected once, for the blocks of all of its anchors."""
+def frozen_tables(drafter: Any) -> tuple[str, ...]:
+    """Return the names of weights that are not trained: a block drafter's own embedding and head.
+
+    Args:
+      drafter: with or without weights.
+    """
+    return ("embedding", "head") if hasattr(drafter.config, "own_head") else ()
+
+
+Pairs = list[tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]]
+
+
+def _contexts(drafter: DFlashDrafter, reading: Reading) -> Pairs:
+    """Project the context of texts, for the blocks of all of their anchors. Return keys and values of each layer."""
+    positions = _positions(reading)
+    context = drafter.context(reading.features.layers)
+    return [layer.keys_and_values(context, positions) for layer in drafter.layers]
+
+
+def _blocks(
+    drafter: DFlashDrafter, reading: Reading, pairs: Pairs, anchors: Int[Array, "B A"]
+) -> Predictions:
+    """Predict blocks."""
     config, count = drafter.config, num_slots(drafter)
-    b, s = reading.tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
-    context = drafter.context(reading.features)
-    pairs = [layer.keys_and_values(context, positions) for layer in drafter.layers]
+    positions = _positions(reading)
     ids = None if config.draft_vocab_size is None else drafter.ids[...]
 
     def at_one_anchor(anchors: Int[Array, " B"]) -> Predictions:
@@ -163,17 +248,20 @@ def _blocks(drafter: DFlashDrafter, reading: Reading) -> Predictor:
         block = Block(tokens[:, 0], hidden, logits, ids, config.vocab_size)
         return _selected(drafter.selector, block, tokens[:, 1:])
 
-    def predict(anchors: Int[Array, "B A"]) -> Predictions:
-        with jax.named_scope("train_drafter"):
-            made = jax.vmap(at_one_anchor, in_axes=1, out_axes=1)(anchors)
-        if ids is None:
-            return made
-        final, base = made.final, made.base
-        if final.tokens is None:
-            final = final._replace(tokens=ids)
-        return made._replace(final=final, base=base and base._replace(tokens=ids))
+    with jax.named_scope("train_drafter"):
+        made = jax.vmap(at_one_anchor, in_axes=1, out_axes=1)(anchors)
+    if ids is None:
+        return made
+    final, base = made.final, made.base
+    if final.tokens is None:
+        final = final._replace(tokens=ids)
+    return made._replace(final=final, base=base and base._replace(tokens=ids))
 
-    return predict
+
+def _positions(reading: Reading) -> Int[Array, "B S"]:
+    return jnp.broadcast_to(
+        jnp.arange(reading.tokens.shape[1], dtype=jnp.int32), reading.tokens.shape
+    )
 
 
 def _selected(selector: Selector, block: Block, labels: Int[Array, "B G"]) -> Predictions:
@@ -256,31 +344,31 @@ def _with_labels(
 # --- chains: MTP -----------------------------------------------------------------------------------
 
 
-def _chains(drafter: MTPDrafter, reading: Reading) -> Predictor:
+def _chains(
+    drafter: MTPDrafter, reading: Reading, once: None, anchors: Int[Array, "B A"]
+) -> Predictions:
     """Predict chains. Each step is fed with the text's token, and with the state of the step before."""
-    config, target = drafter.config, reading.target
-    segments: dict[LayerType, KVSegment] = {}
-    stored: dict[LayerType, KVStorage | None] = {}
-    for kind in config.layer_types:
-        owner = target.config.last_kv_owner(kind)
-        segments[kind], stored[kind] = reading.segments[owner][-1], target.stored_kv(owner)
-
-    def predict(anchors: Int[Array, "B A"]) -> Predictions:
-        frozen = FrozenKV(segments, anchors - 1, stored)
-        last = jnp.maximum(anchors - 1, 0)[:, :, None]
-        states = jnp.take_along_axis(reading.hidden, last, axis=1)
-        tokens = reading.tokens_at(anchors)
-        steps = []
-        for i in range(num_slots(drafter)):
-            labels = reading.tokens_at(anchors + i + 1)
-            with jax.named_scope("train_drafter"):
-                hidden, states = drafter.step(target, tokens, states, frozen)
-                steps.append(_scored(drafter, hidden, labels, reading.suppress_tokens))
-            tokens = labels
-        join = lambda *x: jnp.stack(x, axis=2)  # noqa: E731
-        return jax.tree.map(join, *steps)
-
-    return predict
+    target, positions, features = reading.target, _positions(reading), reading.features
+    segments: dict[LayerType, KVSegment] = {
+        kind: KVSegment(keys.swapaxes(1, 2), features.values[kind].swapaxes(1, 2), positions)
+        for kind, keys in features.keys.items()
+    }
+    stored: dict[LayerType, KVStorage | None] = {
+        kind: target.stored_kv(target.config.last_kv_owner(kind)) for kind in segments
+    }
+    frozen = FrozenKV(segments, anchors - 1, stored)
+    last = jnp.maximum(anchors - 1, 0)[:, :, None]
+    states = jnp.take_along_axis(reading.hidden, last, axis=1)
+    tokens = reading.tokens_at(anchors)
+    steps = []
+    for i in range(num_slots(drafter)):
+        labels = reading.tokens_at(anchors + i + 1)
+        with jax.named_scope("train_drafter"):
+            hidden, states = drafter.step(target, tokens, states, frozen)
+            steps.append(_scored(drafter, hidden, labels, reading.suppress_tokens))
+        tokens = labels
+    join = lambda *x: jnp.stack(x, axis=2)  # noqa: E731
+    return jax.tree.map(join, *steps)
 
 
 def _scored(
@@ -304,7 +392,8 @@ def _scored(
     return Predictions(final, clusters=clusters)
 
 
-_PREDICTORS: dict[type[Any], Callable[[Any, Reading], Predictor]] = {
-    DFlashDrafter: _blocks,
-    MTPDrafter: _chains,
+_PASSES: dict[type[Any], tuple[Callable[..., Any], Callable[..., Predictions]]] = {
+    DFlashDrafter: (_contexts, _blocks),
+    MTPDrafter: (lambda drafter, reading: None, _chains),
 }
+"""By the class of a drafter: what it makes of texts once, and how it predicts at anchors."""

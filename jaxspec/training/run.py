@@ -10,7 +10,6 @@ Read `train`. What a run leaves in its directory:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import json
 import shutil
@@ -27,8 +26,10 @@ import numpy as np
 from jaxspec.options import Drafting, Sampling
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.shapes import Params
+from jaxspec.training.features import FeatureFiles, digest_of, kept_features
 from jaxspec.training.options import RunOptions
-from jaxspec.training.texts import Batches, Text, split, usable, width_of
+from jaxspec.training.passes import Features
+from jaxspec.training.texts import Batches, Text, Texts, split, usable, width_of
 from jaxspec.training.trainer import Metrics, Trainer, TrainState, full_params
 from jaxspec.version import __version__
 from jaxspec.weights.arrays import LazyArray, check_tree, read_params, save_params
@@ -72,20 +73,25 @@ def train(
     trainer: Trainer,
     target: LoadedModel,
     start: Params,
-    texts: Sequence[Text],
+    texts: Texts | Sequence[Text],
     directory: Path,
     options: RunOptions = RunOptions(),  # noqa: B008
     notify: Notify = lambda message: None,
+    announce: Notify | None = None,
 ) -> TrainingResult:
     """Train a drafter, or go on with the run that a directory holds.
 
     A run that was killed goes on from its last checkpoint, and ends with the same parameters, on a CPU in
     float32 to the last bit.
 
+    The result is the best state by acceptance on the held-out prompts, the start among them: it is never worse
+    there than what the run began with.
+
     Args:
       start: the drafter's weights before the first update.
       directory: of the run; it is made if needed.
       notify: called with a line of progress.
+      announce: called with the size of features before they are written; None: `notify` is.
 
     Raises:
       DataError: no text is long enough.
@@ -94,10 +100,10 @@ def train(
     """
     plan = trainer.plan
     drafts = plan.drafter.bind_abstract().default_draft_tokens
+    texts = texts if isinstance(texts, Texts) else Texts.of(texts)
     width = width_of(texts, min(options.max_length, plan.target.config.max_positions))
     learnt, held_out = split(usable(texts, drafts, width), options.held_out, plan.options.seed)
     o = plan.options
-    batches = Batches(learnt, o.rows, o.accumulate, width, o.seed)
     measure = _Acceptance(trainer, target, held_out, options.evaluated_tokens)
     run = _Run(directory, fingerprint(trainer, options, texts))
     state, best, record = run.resume(trainer.init(start))
@@ -105,25 +111,40 @@ def train(
     resumed_from = int(state.step)
     curves = _Curves(directory, resumed_from)
     notify(f"{len(learnt)} texts of up to {width} tokens, {len(held_out)} held-out prompts")
+    features = _kept(trainer, target, learnt, width, options.features, announce or notify)
+    batches = Batches(learnt, o.rows, o.accumulate, width, o.seed, features)
     if record.first is None and held_out:
         record.first = record.best = measure(state.params, state.fixed)
         curves.add({"step": 0, "held_out_acceptance_length": record.first})
+    pauses = [o.steps, options.save_every, *([options.evaluate_every] if held_out else [])]
+    together = min(options.updates_per_call, *pauses)
+
+    def end_of(step: int) -> int:
+        """Return the last of the updates after a step that go to the device together."""
+        return min(step + together, o.steps, *(step - step % n + n for n in pauses[1:]))
+
     begin, stopped = time.perf_counter(), "steps"
-    step = resumed_from
-    while step < o.steps and stopped == "steps":
-        # Nothing waits for an update until its numbers are wanted. After one that is not finite the state stays.
-        state, metrics = trainer.update(state, target.params, batches(step))
-        step += 1
+    step, end = resumed_from, end_of(resumed_from)
+    batch = batches(step, end, together) if step < o.steps else None
+    while batch is not None and stopped == "steps":
+        # The host reads the next texts meanwhile. After an update that is not finite the state stays.
+        state, metrics = trainer.updates(state, target.params, batch, end - step)
+        done, step, end = range(step + 1, end + 1), end, end_of(end)
+        batch = batches(step, end, together) if step < o.steps else None
         last = step == o.steps
         evaluates = bool(held_out) and (last or step % options.evaluate_every == 0)
         saves = last or step % options.save_every == 0
-        if not (evaluates or saves or step % options.report_every == 0):
+        reported = [i for i in done if i % options.report_every == 0]
+        if not (evaluates or saves or reported):
             continue
         if int(state.failed) >= 0:
             _refuse(run, state, best, record)
-        line = {"step": step, **_values(metrics)}
+        if (evaluates or saves) and step not in reported:
+            reported.append(step)
+        numbers = _values(metrics)
+        lines = [{"step": i, **{n: x[i - done[0]] for n, x in numbers.items()}} for i in reported]
         if evaluates:
-            line["held_out_acceptance_length"] = measured = measure(state.params, state.fixed)
+            lines[-1]["held_out_acceptance_length"] = measured = measure(state.params, state.fixed)
             if record.best is None or measured > record.best:
                 best = jax.tree.map(jnp.copy, state.params)
                 record.best, record.best_step, record.waited = measured, step, 0
@@ -131,9 +152,10 @@ def train(
                 record.waited += 1
             if options.patience is not None and record.waited >= options.patience:
                 stopped = "patience"
-        curves.add(line)
         rate = (step - resumed_from) / (time.perf_counter() - begin)
-        notify(_shown(line, o.steps, rate))
+        for line in lines:
+            curves.add(line)
+        notify(_shown(lines[-1], o.steps, rate))
         if saves or stopped != "steps":
             run.save(state, best, record)
     if not held_out:
@@ -150,11 +172,8 @@ def train(
     )
 
 
-def fingerprint(trainer: Trainer, options: RunOptions, texts: Sequence[Text]) -> dict[str, str]:
+def fingerprint(trainer: Trainer, options: RunOptions, texts: Texts) -> dict[str, str]:
     """Return what a run depends on, by name: a run goes on only where all of it is the same."""
-    ids = hashlib.sha256()
-    for text in texts:
-        ids.update(np.asarray([len(text.prompt), *text.prompt, *text.answer], np.int64).tobytes())
     plan = trainer.plan
     return {
         "target": repr(plan.target),
@@ -164,8 +183,40 @@ def fingerprint(trainer: Trainer, options: RunOptions, texts: Sequence[Text]) ->
         "run": repr(
             (options.max_length, options.held_out, options.evaluate_every, options.patience)
         ),
-        "texts": ids.hexdigest(),
+        "texts": texts.digest(),
     }
+
+
+def _kept(
+    trainer: Trainer,
+    target: LoadedModel,
+    texts: Texts,
+    width: int,
+    directory: Path | None,
+    notify: Notify,
+) -> FeatureFiles | None:
+    """Return the features of texts in a directory, if there is to be one."""
+    if directory is None:
+        return None
+    plan, texts, rows = trainer.plan, texts.cut(width), trainer.plan.options.rows
+    abstract = trainer.abstract_features()
+
+    def make(indices: np.ndarray) -> tuple[Features, np.ndarray]:
+        # Always as many rows, so that one program makes all.
+        filled = np.concatenate([indices, np.zeros(rows - len(indices), np.int64)])
+        tokens, lengths, _ = texts.rows(filled, width)
+        made = trainer.features(target.params, jnp.asarray(tokens), jnp.asarray(lengths))
+        return made, lengths[: len(indices)]
+
+    about = {
+        "target": repr(plan.target),
+        "target's weights": digest_of(target.params),
+        "drafter's features": repr(abstract),
+        "drafter's layers": repr(plan.drafter.bind_abstract().feature_layers),
+        "texts": texts.digest(),
+        "width": str(width),
+    }
+    return kept_features(directory, about, abstract, texts.sizes, make, rows, notify)
 
 
 @dataclass
@@ -181,12 +232,10 @@ class _Record:
 class _Acceptance:
     """Measures acceptance on held-out prompts, by decoding greedily with the drafter."""
 
-    def __init__(
-        self, trainer: Trainer, target: LoadedModel, held_out: Sequence[Text], new_tokens: int
-    ):
+    def __init__(self, trainer: Trainer, target: LoadedModel, held_out: Texts, new_tokens: int):
         self.drafter, self.target = trainer.plan.drafter, target
         longest = target.config.max_positions - new_tokens - 32
-        self.prompts = [text.prompt[-longest:] for text in held_out]
+        self.prompts = [held_out[i].prompt[-longest:] for i in range(len(held_out))]
         self.sampler = Sampler(target, self.drafter, max_new_tokens=new_tokens, drafting=Drafting())
 
     def __call__(self, params: Params, fixed: Params) -> float:
@@ -273,9 +322,9 @@ def _refuse(run: _Run, state: TrainState, best: Params, record: _Record) -> None
     )
 
 
-def _values(metrics: Metrics) -> dict[str, float]:
+def _values(metrics: Metrics) -> dict[str, list[float]]:
     names = [field.name for field in dataclasses.fields(metrics)]
-    return {name: float(getattr(metrics, name)) for name in names}
+    return {name: np.asarray(getattr(metrics, name)).tolist() for name in names}
 
 
 def _shown(line: dict[str, Any], steps: int, rate: float) -> str:

@@ -7,22 +7,39 @@ come from the target's own engine:
     {"prompt": "...", "text": "..."}               texts; "completion" and "response" are read as "text"
     {"messages": [..., {"role": "assistant", "content": "..."}]}    through the chat template
 
-Which texts an update has follows from the seed and from the number of the step. A run that is resumed
-therefore goes on with the texts that it would have had.
+Read `Texts`: ids in one flat array, which may be a file. Files are read a line at a time (`read_texts`) and
+written as such a file (`write_tokens`), so that texts may be larger than memory.
+
+Which texts an update has follows from the seed and from the number of the step alone, see `Batches`. A run that
+is resumed therefore goes on with the texts that it would have had. grain draws the order and makes the batches.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.training.features import FeatureFiles
 from jaxspec.training.trainer import Batch
+from jaxspec.weights.atomic_dir import atomic_directory
+
+try:
+    import grain
+except ImportError as error:
+    raise ImportError(
+        "training needs grain, the extra `train`: pip install 'jaxspec-decoding[train]'"
+    ) from error
 
 ANSWERS = ("text", "completion", "response")
 COMPARED = 8
@@ -40,9 +57,103 @@ class Text:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        return len(self.prompt) + len(self.answer)
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts as flat arrays. `tokens` may be in a file, the others are in memory.
+
+    Attributes:
+      tokens: ids of prompts and answers.
+      starts: where each text begins among `tokens`.
+      sizes, prompts: the tokens of each text, and of its prompt.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+    prompts: np.ndarray
+
+    @classmethod
+    def of(cls, texts: Iterable[Text]) -> Texts:
+        """Return texts in memory."""
+        tokens, sizes, prompts = array("i"), array("q"), array("q")
+        for text in texts:
+            tokens.extend(text.prompt)
+            tokens.extend(text.answer)
+            sizes.append(len(text.prompt) + len(text.answer))
+            prompts.append(len(text.prompt))
+        return cls._of(np.frombuffer(tokens, np.int32), sizes, prompts)
+
+    @classmethod
+    def _of(cls, tokens: np.ndarray, sizes: Any, prompts: Any) -> Texts:
+        whole, of_prompts = np.asarray(sizes, np.int64), np.asarray(prompts, np.int64)
+        return cls(tokens, np.cumsum(whole) - whole, whole, of_prompts)
+
+    @classmethod
+    def open(cls, directory: Path) -> Texts:
+        """Return the texts that `write_tokens` wrote. They are read when they are used."""
+        sizes, prompts = np.load(directory / "sizes.npy")
+        return cls._of(np.memmap(directory / "tokens.int32", np.int32, "r"), sizes, prompts)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Text:
+        begin, size, prompt = self.starts[index], self.sizes[index], self.prompts[index]
+        ids = self.tokens[begin : begin + size].tolist()
+        return Text(tuple(ids[:prompt]), tuple(ids[prompt:]))
+
+    def take(self, indices: np.ndarray) -> Texts:
+        """Return some of the texts. Tokens are not copied."""
+        return dataclasses.replace(
+            self,
+            starts=self.starts[indices],
+            sizes=self.sizes[indices],
+            prompts=self.prompts[indices],
+        )
+
+    def cut(self, width: int) -> Texts:
+        """Return the texts without what is behind their first `width` tokens."""
+        return dataclasses.replace(self, sizes=np.minimum(self.sizes, width))
+
+    def rows(self, indices: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return padded rows of ids, their lengths, and which ids are of answers."""
+        tokens = np.zeros((len(indices), width), np.int32)
+        lengths = np.minimum(self.sizes[indices], width).astype(np.int32)
+        for row, begin, length in zip(tokens, self.starts[indices], lengths, strict=True):
+            row[:length] = self.tokens[begin : begin + length]
+        at = np.arange(width)
+        answers = (at >= self.prompts[indices, None]) & (at < lengths[:, None])
+        return tokens, lengths, answers
+
+    def digest(self) -> str:
+        """Return a digest of all ids and of which texts they are."""
+        found = hashlib.sha256()
+        for part in (self.starts, self.sizes, self.prompts):
+            found.update(np.ascontiguousarray(part, np.int64).tobytes())
+        for begin in range(0, len(self.tokens), _DIGESTED):
+            found.update(self.tokens[begin : begin + _DIGESTED].tobytes())
+        return found.hexdigest()
+
+
+_DIGESTED = 1 << 22  # tokens at a time
+
+
+def write_tokens(directory: Path, texts: Iterable[Text]) -> Texts:
+    """Write texts as a directory of flat arrays, one text after the other, and return them from there.
+
+    Raises:
+      CheckpointError: the directory exists, or cannot be written.
+    """
+    sizes, prompts = array("q"), array("q")
+    with atomic_directory(directory) as (temporary, _):
+        with (temporary / "tokens.int32").open("wb") as file:
+            for text in texts:
+                array("i", (*text.prompt, *text.answer)).tofile(file)
+                sizes.append(len(text.prompt) + len(text.answer))
+                prompts.append(len(text.prompt))
+        np.save(temporary / "sizes.npy", np.asarray([sizes, prompts], np.int64))
+    return Texts.open(directory)
 
 
 def read_texts(
@@ -51,19 +162,18 @@ def read_texts(
     vocab_size: int,
     tokenizer: Callable[[], Tokenizer],
     end: int | None = None,
-) -> list[Text]:
-    """Read the texts of files.
+) -> Iterator[Text]:
+    """Read the texts of files, one after the other.
 
     Args:
       tokenizer: makes the target's, for lines that have texts.
       end: id that is put behind answers that are texts.
 
     Raises:
-      DataError: a line is no text to train on, or its ids are of another tokenizer. It names the line.
-      OSError: a file cannot be read.
+      DataError: a line is no text to train on, or its ids are of another tokenizer, or a file cannot be read. It
+        names the line.
     """
-    texts = []
-    compared = 0
+    compared = count = 0
     for where, values in _lines(paths):
         if values.get("error") is not None:
             continue  # a prompt that was refused
@@ -76,10 +186,10 @@ def read_texts(
         if compared < COMPARED and _has_both(values):
             _compare(where, values, tokenizer())
             compared += 1
-        texts.append(text)
-    if not texts:
+        count += 1
+        yield text
+    if not count:
         raise DataError(f"{', '.join(map(str, paths))}: no texts")
-    return texts
 
 
 def _read_line(
@@ -136,17 +246,16 @@ def _compare(where: str, values: dict[str, Any], tokenizer: Tokenizer) -> None:
 
 def read_prompts(
     paths: Sequence[Path], *, tokenizer: Callable[[], Tokenizer], thinking: bool = False
-) -> list[tuple[int, ...]]:
-    """Read the prompts of files alone, for answers that the target is to write.
+) -> Iterator[tuple[int, ...]]:
+    """Read the prompts of files alone, one after the other, for answers that the target is to write.
 
     Args:
       thinking: whether chat templates turn thinking on.
 
     Raises:
-      DataError: a line has no prompt. It names the line.
-      OSError: a file cannot be read.
+      DataError: a line has no prompt, or a file cannot be read. It names the line.
     """
-    prompts = []
+    count = 0
     for where, values in _lines(paths):
         messages = values.get("messages")
         if isinstance(values.get("prompt_ids"), list):
@@ -161,35 +270,45 @@ def read_prompts(
             raise DataError(f"{where} has no prompt: expected prompt_ids, prompt or messages")
         if not prompt:
             raise DataError(f"{where} has an empty prompt")
-        prompts.append(tuple(prompt))
-    if not prompts:
+        count += 1
+        yield tuple(prompt)
+    if not count:
         raise DataError(f"{', '.join(map(str, paths))}: no prompts")
-    return prompts
 
 
-def write_texts(path: Path, texts: Sequence[Text]) -> None:
-    """Write texts as a file that `read_texts` reads."""
-    lines = (json.dumps({"prompt_ids": t.prompt, "token_ids": t.answer}) + "\n" for t in texts)
-    path.write_text("".join(lines), encoding="utf-8")
+def write_texts(path: Path, texts: Iterable[Text]) -> None:
+    """Write texts as a file that `read_texts` reads, one after the other."""
+    with path.open("w", encoding="utf-8") as file:
+        for text in texts:
+            values = {"prompt_ids": text.prompt, "token_ids": text.answer}
+            file.write(json.dumps(values) + "\n")
 
 
 def _lines(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the values of each line."""
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                values = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{where} is not JSON: {error}") from None
-            if not isinstance(values, dict):
-                raise DataError(f"{where} is no JSON object")
-            yield where, values
+        try:
+            with path.open(encoding="utf-8") as file:
+                yield from _lines_of(path, file)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def usable(texts: Sequence[Text], drafts: int, width: int) -> list[Text]:
+def _lines_of(path: Path, file: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise DataError(f"{where} is no JSON object")
+        yield where, values
+
+
+def usable(texts: Texts, drafts: int, width: int) -> Texts:
     """Return the texts with a whole block of answer within a width.
 
     Args:
@@ -198,58 +317,63 @@ def usable(texts: Sequence[Text], drafts: int, width: int) -> list[Text]:
     Raises:
       DataError: there are none.
     """
-    kept = [t for t in texts if min(t.size, width) - len(t.prompt) > drafts]
-    if not kept:
-        longest = max(len(t.answer) for t in texts)
+    kept = np.flatnonzero(np.minimum(texts.sizes, width) - texts.prompts > drafts)
+    if not len(kept):
+        longest = np.max(texts.sizes - texts.prompts)
         raise DataError(
             f"no answer is as long as a block: the longest has {longest} tokens, and an anchor and {drafts} "
             f"drafts must be within the first {width} tokens of a text; give longer answers, or a larger max_length"
         )
-    return kept
+    return texts.take(kept)
 
 
-def split(texts: Sequence[Text], held_out: int, seed: int) -> tuple[list[Text], list[Text]]:
+def split(texts: Texts, held_out: int, seed: int) -> tuple[Texts, Texts]:
     """Return texts to train on, and others to measure with, at most a quarter of all."""
     order = np.random.default_rng([seed, 0x5EED]).permutation(len(texts))
     count = min(held_out, len(texts) // 4)
-    return [texts[i] for i in order[count:]], [texts[i] for i in order[:count]]
+    return texts.take(np.sort(order[count:])), texts.take(order[:count])
 
 
 class Batches:
-    """The batches of a run, by the number of the update."""
+    """The batches of a run, by the number of the update. Every text comes once before any comes twice.
 
-    def __init__(self, texts: Sequence[Text], rows: int, parts: int, width: int, seed: int):
-        self.count, self.parts, self.width, self.seed = rows * parts, parts, width, seed
-        cut = [(text.prompt + text.answer)[:width] for text in texts]
-        self.tokens = np.concatenate([np.asarray(ids, np.int32) for ids in cut])
-        self.lengths = np.asarray([len(ids) for ids in cut])
-        self.ends = np.cumsum(self.lengths)
-        self.prompts = np.asarray([len(text.prompt) for text in texts])
-        self.orders: dict[int, np.ndarray] = {}
+    Args:
+      features: the target's features of the same texts, if they are kept.
+    """
 
-    def __call__(self, step: int) -> Batch:
-        """Return the texts of an update. Every text comes once before any comes twice."""
-        places = range(step * self.count, (step + 1) * self.count)
-        size = len(self.lengths)
-        chosen = [self._order(place // size)[place % size] for place in places]
-        tokens = np.zeros((self.count, self.width), np.int32)
-        for row, text in zip(tokens, chosen, strict=True):
-            end, length = self.ends[text], self.lengths[text]
-            row[:length] = self.tokens[end - length : end]
-        at, lengths = np.arange(self.width), self.lengths[chosen].astype(np.int32)
-        answers = (at >= self.prompts[chosen, None]) & (at < lengths[:, None])
-        return Batch.split(tokens, lengths, answers, self.parts)
+    def __init__(
+        self,
+        texts: Texts,
+        rows: int,
+        parts: int,
+        width: int,
+        seed: int,
+        features: FeatureFiles | None = None,
+    ):
+        self.texts, self.parts, self.width, self.features = texts, parts, width, features
+        order = grain.MapDataset.range(len(texts)).seed(seed % 2**32).shuffle()
+        # A batch may reach over the end of an epoch.
+        self.indices: Any = order.repeat(None).batch(rows * parts)
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """Return the order of the texts in an epoch. A batch may reach over the end of one."""
-        if epoch not in self.orders:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))
-            kept = {e: x for e, x in self.orders.items() if e == epoch - 1}
-            self.orders = {**kept, epoch: order}
-        return self.orders[epoch]
+    def __call__(self, begin: int, end: int | None = None, room: int = 0) -> Batch:
+        """Return the texts of an update, or those of updates `begin` to `end - 1` with one axis more.
+
+        Args:
+          room: the least size of that axis. What is behind the updates repeats the last one.
+        """
+        if end is None:
+            return jax.tree.map(jnp.asarray, self._of(self.indices[begin]))
+        made = [self._of(self.indices[step]) for step in range(begin, end)]
+        made += made[-1:] * (room - len(made))
+        return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *made)
+
+    def _of(self, indices: np.ndarray) -> Batch:
+        """Return a batch of arrays of the host."""
+        rows = self.texts.rows(indices, self.width)
+        features = self.features and self.features.rows(indices, self.width)
+        return Batch.split(*rows, self.parts, features)
 
 
-def width_of(texts: Sequence[Text], max_length: int) -> int:
+def width_of(texts: Texts, max_length: int) -> int:
     """Return the columns that texts need, in multiples of 64, and at most `max_length`."""
-    longest = max(text.size for text in texts)
-    return min(-(-longest // 64) * 64, max_length)
+    return min(-(-int(np.max(texts.sizes)) // 64) * 64, max_length)

@@ -48,11 +48,13 @@ class Batch(struct.PyTreeNode):
 
     Attributes:
       answers: the tokens that the target wrote. Drafts are learnt for these.
+      features: of the target's pass over these texts, from `Trainer.features`. None: the update runs the target.
     """
 
     tokens: Int[Array, "M B S"]
     lengths: Int[Array, "M B"]
     answers: Bool[Array, "M B S"]
+    features: passes.Features | None = None
 
     @classmethod
     def of(cls, sequences: Sequences) -> Batch:
@@ -65,8 +67,8 @@ class Batch(struct.PyTreeNode):
             raise ValueError("training takes a text a row, not packed rows: Sequences.padded or of")
         real = sequences.texts >= 0
         tokens = jnp.where(real, sequences.tokens, 0)
-        parts = tokens, jnp.sum(real, axis=1, dtype=jnp.int32), sequences.generated
-        return cls(*(x[None] for x in parts))
+        lengths = jnp.sum(real, axis=1, dtype=jnp.int32)
+        return cls(tokens[None], lengths[None], sequences.generated[None])
 
     @classmethod
     def padded(
@@ -80,15 +82,21 @@ class Batch(struct.PyTreeNode):
             text = [*prompt, *answer][:width]
             tokens[row, : len(text)], lengths[row] = text, len(text)
             answers[row, len(prompt) : len(text)] = True
-        return cls.split(tokens, lengths, answers, parts)
+        return jax.tree.map(jnp.asarray, cls.split(tokens, lengths, answers, parts))
 
     @classmethod
     def split(
-        cls, tokens: np.ndarray, lengths: np.ndarray, answers: np.ndarray, parts: int
+        cls,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        answers: np.ndarray,
+        parts: int,
+        features: passes.Features | None = None,
     ) -> Batch:
-        """Return a batch of rows, which `parts` divides."""
-        by_part = (x.reshape(parts, -1, *x.shape[1:]) for x in (tokens, lengths, answers))
-        return cls(*map(jnp.asarray, by_part))
+        """Return a batch of rows, which `parts` divides. Arrays of the host stay there."""
+        arrays: Any = (tokens, lengths, answers, features)
+        whole = cls(*arrays)
+        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), whole)
 
 
 class TrainState(struct.PyTreeNode):
@@ -109,17 +117,17 @@ class TrainState(struct.PyTreeNode):
 
 
 class Metrics(struct.PyTreeNode):
-    """Numbers of one update.
+    """Numbers of one update, or of each of several.
 
     Attributes:
       acceptance_length: see `Sums.acceptance_length`.
       grad_norm: before it is clipped.
     """
 
-    loss: Float[Array, ""]
-    acceptance_length: Float[Array, ""]
-    grad_norm: Float[Array, ""]
-    learning_rate: Float[Array, ""]
+    loss: Float[Array, "*U"]
+    acceptance_length: Float[Array, "*U"]
+    grad_norm: Float[Array, "*U"]
+    learning_rate: Float[Array, "*U"]
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,7 @@ class Trainer:
                 f"rows is {options.rows}, which {mesh.shape['data']} parts of a mesh do not divide: give a multiple"
             )
         self.mesh = mesh
-        self._update_on_mesh: Any = None
+        self._on_mesh: dict[Any, Any] = {}
         target_def = target.model_def if isinstance(target, LoadedModel) else target
         drafter_def = drafter.model_def if isinstance(drafter, LoadedModel) else drafter
         check_trainable(drafter_def)
@@ -235,17 +243,63 @@ class Trainer:
         """
         if isinstance(batch, Sequences):
             batch = Batch.of(batch)
+        return self._run(_step, state, target_params, batch, PartitionSpec(None, "data"))
+
+    def updates(
+        self, state: TrainState, target_params: Any, batches: Batch, count: int
+    ) -> tuple[TrainState, Metrics]:
+        """Take several steps in one program, as `update` would one after the other. The state is donated.
+
+        Args:
+          batches: with one axis more, of which the first `count` are taken. Their number is compiled for,
+            `count` is not.
+
+        Returns:
+          The state, and the numbers of each update; those behind `count` are 0.
+        """
+        rows = PartitionSpec(None, None, "data")
+        return self._run(_steps, state, target_params, batches, rows, jnp.int32(count))
+
+    def _run(
+        self,
+        function: Any,
+        state: TrainState,
+        target_params: Any,
+        batch: Batch,
+        rows: Any,
+        *more: Any,
+    ) -> tuple[TrainState, Metrics]:
         target_params = flat_params(target_params, self.plan.target)
         if self.mesh is None:
-            return _update(self.plan, state, target_params, batch)
-        if self._update_on_mesh is None:
+            return _jitted[function](self.plan, state, target_params, batch, *more)
+        if function not in self._on_mesh:
             there = self._shardings(state, self.mesh), None
-            self._update_on_mesh = jax.jit(
-                _step, static_argnums=0, donate_argnums=1, out_shardings=there
+            self._on_mesh[function] = jax.jit(
+                function, static_argnums=0, donate_argnums=1, out_shardings=there
             )
-        batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(None, "data")))
+        batch = jax.device_put(batch, NamedSharding(self.mesh, rows))
         with jax.set_mesh(self.mesh):
-            return self._update_on_mesh(self.plan, state, target_params, batch)
+            return self._on_mesh[function](self.plan, state, target_params, batch, *more)
+
+    def features(
+        self, target_params: Any, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
+    ) -> passes.Features:
+        """Run the target over texts, and return what updates would read of it."""
+        target_params = flat_params(target_params, self.plan.target)
+        if self.mesh is None:
+            return _features(self.plan, target_params, tokens, lengths)
+        texts = jax.device_put((tokens, lengths), NamedSharding(self.mesh, PartitionSpec("data")))
+        with jax.set_mesh(self.mesh):
+            return _features(self.plan, target_params, *texts)
+
+    def abstract_features(self) -> passes.Features:
+        """Return the shapes and dtypes of the features of one text of one token."""
+        ids = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        return jax.eval_shape(
+            lambda params, *texts: _features_of(self.plan, params, *texts),
+            self.plan.target.abstract_params(),
+            *ids,
+        )
 
     def params(self, state: TrainState) -> Params:
         """Return the drafter's weights in its dtype."""
@@ -269,7 +323,7 @@ def check_trainable(drafter: ModelDef) -> None:
 
 def fixed_weights(drafter: ModelDef) -> tuple[str, ...]:
     """Return the weights that are not trained: ids, and a block drafter's own embedding and head."""
-    tables = ("embedding", "head") if hasattr(drafter.config, "own_head") else ()
+    tables = passes.frozen_tables(drafter)
     return tuple(
         name
         for name, x in drafter.abstract_params().items()
@@ -298,8 +352,12 @@ def _step(
         texts, (anchors, real) = part
         drafter = plan.drafter.bind(full_params(plan.drafter, params, fixed))
         target = plan.target.bind(target_params)
-        reading = passes.read(target, drafter, texts.tokens, texts.lengths, plan.suppress_tokens)
-        sums = loss_of(drafter, reading, texts.answers, anchors, real, plan.weights)
+        features = texts.features
+        if features is None:
+            features = _features_of(plan, target_params, texts.tokens, texts.lengths)
+        reading = passes.Reading(target, texts.tokens, features, plan.suppress_tokens)
+        at_once = plan.options.anchors_at_once
+        sums = loss_of(drafter, reading, texts.answers, anchors, real, plan.weights, at_once)
         return sums.loss, sums
 
     def gradient_of(
@@ -331,7 +389,28 @@ def _step(
     return state, metrics
 
 
-_update = jax.jit(_step, static_argnums=0, donate_argnums=1)
+def _steps(
+    plan: Plan, state: TrainState, target_params: Params, batches: Batch, count: Int[Array, ""]
+) -> tuple[TrainState, Metrics]:
+    """Take `count` steps. Their number is no constant, so that one program takes any."""
+
+    def one(i: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
+        batch = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
+        state, metrics = _step(plan, carry[0], target_params, batch)
+        return state, jax.tree.map(lambda all, x: all.at[i].set(x), carry[1], metrics)
+
+    nothing = jnp.zeros(len(batches.tokens))
+    return jax.lax.fori_loop(0, count, one, (state, Metrics(*[nothing] * 4)))
+
+
+def _features_of(plan: Plan, target_params: Params, tokens: Array, lengths: Array) -> Any:
+    target, drafter = plan.target.bind(target_params), plan.drafter.bind_abstract()
+    need = plan.weights.need_target
+    return passes.features_of(target, drafter, tokens, lengths, need_target=need)
+
+
+_jitted = {f: jax.jit(f, static_argnums=0, donate_argnums=1) for f in (_step, _steps)}
+_features = jax.jit(_features_of, static_argnums=0)
 
 
 def _by_rows(gradient_of: Callable[..., Any]) -> Callable[..., Any]:

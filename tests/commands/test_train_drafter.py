@@ -36,8 +36,14 @@ def test_a_run_writes_a_drafter_that_loads(invoke: Run, data: str, tmp_path: Pat
     shutil.copytree("drafter", start)
     write_acceptance(start, {"of": "other weights"})
     command = ["train-drafter", "target", "--from", str(start), "--data", data, "--out", str(out)]
-    done = invoke(*command, *SHORT, "--regenerate", "--answer-tokens", "9")
+    more = ("--features", str(tmp_path / "features"), "--loss", "kl=0.5,ce=0.5,decay=none")
+    done = invoke(*command, *SHORT, *more, "--regenerate", "--answer-tokens", "9")
     assert done.code == 0, done.stderr
+    (about,) = (out / "checkpoints" / "00000004").glob("run.json")
+    assert "cross_entropy=0.5, kl=0.5, total_variation=0.0" in about.read_text()
+    assert "decay=None" in about.read_text()
+    assert "features of 10 texts in" in " ".join(done.stderr.split())
+    assert (tmp_path / "features" / "features.json").exists()
     assert "tokens a verify step on 2 held-out prompts, greedy" in " ".join(done.stdout.split())
     written = [json.loads(x) for x in (out / "texts.jsonl").read_text().splitlines()]
     pair = jaxspec.load("target", str(out / "drafter"), dtype="float32")
@@ -127,6 +133,28 @@ def test_check_passes_on_what_comes_out(invoke: Run, tmp_path: Path, options: st
         ("--data nowhere.jsonl --out x --from drafter", "nowhere.jsonl"),
         ("--data {data} --out x --kind dflash --thinking", "add --regenerate"),
         ("--data {data} --out x --kind dflash --steps 0", "steps"),
+        (
+            "--data {data} --out x --kind dflash --loss nll=1",
+            "the term 'nll'; the terms are ce, kl",
+        ),
+        (
+            "--data {data} --out x --kind dflash --loss kl=-1",
+            "kl=-1; expected a number of 0 or more",
+        ),
+        (
+            "--data {data} --out x --kind dflash --loss kl",
+            "expected a number of 0 or more, as in kl=",
+        ),
+        ("--data {data} --out x --kind dflash --loss survival=2", "a number from 0 to 1"),
+        ("--data {data} --out x --kind dflash --loss kl=1,kl=1", "has kl twice"),
+        (
+            "--data {data} --out x --kind mtp --loss base_kl=1",
+            "which mtp has not: it is of dflash2",
+        ),
+        (
+            "--data {data} --out x --from drafter --loss clusters=1",
+            "which dflash has not: it is of",
+        ),
     ],
 )
 def test_mistakes_are_named(

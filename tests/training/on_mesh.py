@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec.shapes import Params
 from jaxspec.training.options import RunOptions, TrainingOptions
 from jaxspec.training.run import train
-from jaxspec.training.texts import Batches
+from jaxspec.training.texts import Batches, Texts
 from jaxspec.training.trainer import Metrics, Trainer
 from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import LoadedModel
@@ -32,7 +32,7 @@ RUN = RunOptions(max_length=32, evaluate_every=2, evaluated_tokens=6, save_every
 
 def updated(made: Trainer, start: Params, target: LoadedModel) -> tuple[Params, Metrics]:
     """Return the weights after two updates, and what the second one measured."""
-    batches = Batches(texts(), OPTIONS.rows, OPTIONS.accumulate, 32, 0)
+    batches = Batches(Texts.of(texts()), OPTIONS.rows, OPTIONS.accumulate, 32, 0)
     state = made.init(start)
     for step in range(2):
         state, metrics = made.update(state, target.params, batches(step))
@@ -72,18 +72,18 @@ def main() -> None:
         found["refused"] = str(error)
     running = dataclasses.replace(RUN, held_out=2 if kind == "mtp" else 0)
     whole = train(made, there, start, texts(), directory / "whole", running)
-    update = Trainer.update
+    updates = Trainer.updates
 
     def dies(self: Trainer, state: Any, *args: Any) -> Any:
         if int(state.step) == 3:
             raise Killed
-        return update(self, state, *args)
+        return updates(self, state, *args)
 
-    Trainer.update = dies
+    Trainer.updates = dies
     try:
         train(made, there, start, texts(), directory / "killed", running)
     except Killed:
-        Trainer.update = update
+        Trainer.updates = updates
     again = train(made, there, start, texts(), directory / "killed", running)
     found["resumed_from"] = again.resumed_from
     found["equal"] = all(np.array_equal(again.params[n], whole.params[n]) for n in whole.params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.dflash2 import DFlash2Config
 from jaxspec.shapes import Params
 from jaxspec.training import objectives, passes
@@ -167,3 +169,34 @@ def test_pieces_of_anchors_and_of_texts_add_up_and_every_weight_learns() -> None
         both = parts[0][name] + parts[1][name]
         size = float(jnp.max(jnp.abs(gradient)))
         np.testing.assert_allclose(both, gradient, atol=1e-4 * size, err_msg=name)
+
+
+def test_gradients_of_pieces_add_up_in_float32() -> None:
+    """The same piece 256 times. In bfloat16 a sum of 256 equal numbers stops growing at 256 times their rounding."""
+    config = DFlashConfig(**{**BASE, "layer_types": ("full",), "causal": (False,), "block_size": 3})
+    target_def, target_params = tiny.target("31b")
+    model_def, params = drafter_of(config)
+    params = {n: x.astype(jnp.bfloat16) for n, x in params.items()}
+    model_def = model_def.of_dtype("bfloat16")
+    texts = jnp.asarray(np.random.default_rng(0).integers(12, tiny.VOCAB_SIZE, (1, 12)), jnp.int32)
+    answers = jnp.asarray(np.arange(12) >= 4)[None]
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def gradient(params: Params, target_params: Params, times: int) -> Params:
+        target = target_def.of_dtype("bfloat16").bind(target_params)
+        anchors, real = jnp.full((1, times), 6), jnp.ones((1, times), bool)
+
+        def loss(params: Params) -> Any:
+            drafter = model_def.bind(params)
+            reading = passes.read(target, drafter, texts, jnp.full(1, 12))
+            args = answers, anchors, real, LossWeights(), 1
+            return objectives.loss_of(drafter, reading, *args).loss
+
+        return jax.grad(loss)(params)
+
+    rounded = {n: x.astype(jnp.bfloat16) for n, x in target_params.items()}
+    one, many = (gradient(params, rounded, times) for times in (2, 256))
+    for name, x in one.items():
+        expected = 128 * np.asarray(x, np.float32)
+        far = np.abs(np.asarray(many[name], np.float32) - expected)
+        assert np.max(far) < 0.02 * np.max(np.abs(expected)), name

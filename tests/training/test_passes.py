@@ -146,7 +146,7 @@ def decoded(size: str, drafter: tuple[ModelDef, Params]) -> Draft:
 def read(target_def: ModelDef, drafter_def: ModelDef, params: Params, *texts: Any) -> Any:
     bound = drafter_def.bind_abstract()
     made = passes.read(target_def.bind(params), bound, *texts, SUPPRESSED)
-    return made.tokens, made.hidden, made.features, made.segments
+    return made.tokens, made.features
 
 
 def trained(size: str, drafter: tuple[ModelDef, Params], texts: np.ndarray) -> passes.Predictions:

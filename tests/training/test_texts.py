@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.training import texts as t
-from jaxspec.training.texts import Batches, DataError, Text
+from jaxspec.training.texts import Batches, DataError, Text, Texts
 from tests import tiny_pair
 
 
@@ -28,9 +28,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def read(paths: list[Path], tokenizer: Tokenizer) -> list[Text]:
-    return t.read_texts(
+    made = t.read_texts(
         paths, vocab_size=len(tiny_pair.VOCAB), tokenizer=lambda: tokenizer, end=tiny_pair.EOS
     )
+    return list(made)
 
 
 def test_every_form_of_a_line(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -54,7 +55,7 @@ def test_every_form_of_a_line(tmp_path: Path, tokenizer: Tokenizer) -> None:
     prompts = t.read_prompts(
         write(tmp_path / "b.jsonl", {"messages": messages}), tokenizer=lambda: tokenizer
     )
-    assert prompts == [made[2].prompt]
+    assert list(prompts) == [made[2].prompt]
 
 
 @pytest.mark.parametrize(
@@ -78,15 +79,44 @@ def test_bad_lines_are_named(tmp_path: Path, tokenizer: Tokenizer, line: Any, me
         read(write(tmp_path / "bad.jsonl", line), tokenizer)
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.jsonl cannot be read: No such file"):
+        t.write_tokens(tmp_path / "tokens", iter(read([tmp_path / "nowhere.jsonl"], tokenizer)))
+    assert not (tmp_path / "tokens").exists()
+
+
 def test_texts_shorter_than_a_block_are_left_out_and_refused_if_all_are() -> None:
     short, long = Text((2, 3), (4, 5, 6)), Text((2, 3), (4, 5, 6, 7))
-    assert t.usable([short, long], 3, 100) == [long]
+    both = Texts.of([short, long])
+    kept = t.usable(both, 3, 100)
+    assert [kept[i] for i in range(len(kept))] == [long]
     with pytest.raises(DataError, match=r"the longest has 4 tokens, .* within the first 5 tokens"):
-        t.usable([short, long], 3, 5)
+        t.usable(both, 3, 5)
+
+
+def test_texts_of_a_file_are_those_in_memory(tmp_path: Path) -> None:
+    """One after the other is written: a reader that looks at the file finds the first ones there."""
+    rng = np.random.default_rng(0)
+    pairs = [rng.integers(0, 250_000, n).tolist() for n in rng.integers(4, 90, 40)]
+    texts = [Text(tuple(ids[:3]), tuple(ids[3:])) for ids in pairs]
+    inside = Texts.of(texts)
+    there = t.write_tokens(tmp_path / "tokens", iter(texts))
+    assert isinstance(there.tokens, np.memmap)
+    assert [there[i] for i in range(40)] == texts == [inside[i] for i in range(40)]
+    assert there.digest() == inside.digest() != inside.take(np.arange(39)).digest()
+    for made in zip(
+        there.rows(np.asarray([7, 3]), 32), inside.rows(np.asarray([7, 3]), 32), strict=True
+    ):
+        np.testing.assert_array_equal(*made)
+    tokens, lengths, answers = there.rows(np.asarray([5]), 32)
+    whole = [*texts[5].prompt, *texts[5].answer][:32]
+    assert tokens[0].tolist() == whole + [0] * (32 - len(whole))
+    assert answers[0].tolist() == [3 <= i < len(whole) for i in range(32)]
+    assert lengths.tolist() == [len(whole)]
 
 
 def test_batches_follow_from_the_step_and_hold_each_text_once_an_epoch() -> None:
-    texts = [Text((i,), (i, i)) for i in range(10)]
+    texts = Texts.of([Text((i,), (i, i)) for i in range(10)])
     batches = Batches(texts, rows=2, parts=2, width=8, seed=3)
     seen = [np.asarray(batches(step).tokens[..., 0]).ravel().tolist() for step in range(5)]
     assert batches(0).tokens.shape == (2, 2, 8)
@@ -95,6 +125,12 @@ def test_batches_follow_from_the_step_and_hold_each_text_once_an_epoch() -> None
     assert flat[:10] != flat[10:]
     again = Batches(texts, rows=2, parts=2, width=8, seed=3)
     assert np.asarray(again(3).tokens[..., 0]).ravel().tolist() == seen[3]
+    together = again(1, 3, 4).tokens[..., 0].reshape(4, -1).tolist()
+    assert together == [seen[1], seen[2], seen[2], seen[2]]
+    other = Batches(texts, rows=2, parts=2, width=8, seed=2**32 - 1)
+    assert np.asarray(other(0).tokens[..., 0]).ravel().tolist() != seen[0]
     learnt, held_out = t.split(texts, 16, 0)
     assert len(held_out) == 2
-    assert sorted(x.prompt for x in (*learnt, *held_out)) == [(i,) for i in range(10)]
+    assert sorted(x[i].prompt for x in (learnt, held_out) for i in range(len(x))) == [
+        (i,) for i in range(10)
+    ]

@@ -21,7 +21,7 @@ from jaxspec.training import run as runs
 from jaxspec.training.objectives import LossWeights
 from jaxspec.training.options import RunOptions, TrainingOptions
 from jaxspec.training.run import TrainingError, TrainingResult, train
-from jaxspec.training.texts import Text
+from jaxspec.training.texts import Text, Texts
 from jaxspec.training.trainer import Batch, Trainer, fixed_weights
 from jaxspec.weights.arrays import read_params, stored_arrays
 from jaxspec.weights.define import formats_for, model_def_of
@@ -62,8 +62,8 @@ def equal(a: Params, b: Params) -> bool:
     return all(np.array_equal(a[name], b[name]) for name in a) and a.keys() == b.keys()
 
 
-def run(directory: Path, **changes: Any) -> TrainingResult:
-    return train(trainer(**changes), target(), start(), texts(), directory, RUN)
+def run(directory: Path, options: RunOptions = RUN, **changes: Any) -> TrainingResult:
+    return train(trainer(**changes), target(), start(), texts(), directory, options)
 
 
 def last_state(directory: Path) -> list[np.ndarray]:
@@ -75,23 +75,24 @@ def last_state(directory: Path) -> list[np.ndarray]:
 def test_a_run_that_is_killed_at_any_step_ends_as_if_it_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The run that is killed sends one update at a time to the device, the others two and one."""
     whole = run(tmp_path / "whole")
     expected = last_state(tmp_path / "whole")
     assert not all(map(np.array_equal, expected, jax.tree.leaves(trainer().init(start()))))
     lines = (tmp_path / "whole" / "curves.jsonl").read_text()
-    update = Trainer.update
+    updates = Trainer.updates
     for killed_after in (1, 5):
 
         def dies(self: Trainer, state: Any, *args: Any) -> Any:
             if int(state.step) == killed_after:  # noqa: B023
                 raise KeyboardInterrupt
-            return update(self, state, *args)
+            return updates(self, state, *args)
 
         directory = tmp_path / str(killed_after)
-        monkeypatch.setattr(Trainer, "update", dies)
+        monkeypatch.setattr(Trainer, "updates", dies)
         with pytest.raises(KeyboardInterrupt):
-            run(directory)
-        monkeypatch.setattr(Trainer, "update", update)
+            run(directory, dataclasses.replace(RUN, updates_per_call=1))
+        monkeypatch.setattr(Trainer, "updates", updates)
         again = run(directory)
         assert again.resumed_from == killed_after // 2 * 2
         assert all(map(np.array_equal, last_state(directory), expected))
@@ -111,8 +112,46 @@ def test_a_run_that_is_killed_at_any_step_ends_as_if_it_was_not(
         train(trainer(), target(), start(), texts(13), tmp_path / "whole", RUN)
 
 
+def test_updates_together_are_those_one_by_one() -> None:
+    batches = runs.Batches(Texts.of(texts()), 2, 1, 32, 0)
+    state, losses = trainer().init(start()), []
+    for step in range(3):
+        state, metrics = trainer().update(state, target().params, batches(step))
+        losses.append(float(metrics.loss))
+    for sizes in ((3,), (1, 2)):
+        together, step, found = trainer().init(start()), 0, []
+        for size in sizes:
+            batch = batches(step, step + size, 3)
+            together, metrics = trainer().updates(together, target().params, batch, size)
+            found += np.asarray(metrics.loss)[:size].tolist()
+            assert not np.any(np.asarray(metrics.loss)[size:])
+            step += size
+        assert found == losses
+        jax.tree.map(np.testing.assert_array_equal, together, state)
+
+
+def test_a_run_that_only_gets_worse_returns_its_start(tmp_path: Path) -> None:
+    """The drafter has learnt a text by heart. Other texts and a high rate then spoil it."""
+    text = texts(1)[0]
+    done = fakes.naive_greedy(target(), [list(text.prompt)], 12).sequences[0]
+    same = Text(text.prompt, tuple(done[len(text.prompt) :]))
+    options = dataclasses.replace(RUN, evaluate_every=40, save_every=100, evaluated_tokens=12)
+    learnt = train(trainer(steps=80), target(), start(), [same] * 8, tmp_path / "a", options)
+    spoilt = [Text(text.prompt, tuple(x.answer)) for x in texts(8)]
+    options = dataclasses.replace(options, evaluate_every=4)
+    again = trainer(steps=12, learning_rate=0.1)
+    result = train(again, target(), learnt.params, spoilt, tmp_path / "b", options)
+    lines = [json.loads(x) for x in (tmp_path / "b" / "curves.jsonl").read_text().splitlines()]
+    measured = [x for x in lines if "held_out_acceptance_length" in x]
+    assert len(measured) == 4
+    first, *others = [x["held_out_acceptance_length"] for x in measured]
+    assert max(others) < first == result.acceptance_length == result.first_acceptance_length
+    assert result.step == 0
+    assert equal(result.params, learnt.params)
+
+
 def test_a_loss_that_is_not_finite_stops_and_the_last_good_state_is_kept(tmp_path: Path) -> None:
-    batch = runs.Batches(texts(), 2, 1, 32, 0)
+    batch = runs.Batches(Texts.of(texts()), 2, 1, 32, 0)
     state = trainer().init(start())
     state, _ = trainer().update(state, target().params, batch(0))
     before = jax.tree.map(np.asarray, state)
@@ -191,7 +230,7 @@ def test_a_quantised_target_and_bfloat16(kind: str) -> None:
     begin = tiny.random_params(model_def, 2)
     state = made.init(begin)
     for step in range(3):
-        batch = runs.Batches(texts(), 2, 1, 32, 0)(step)
+        batch = runs.Batches(Texts.of(texts()), 2, 1, 32, 0)(step)
         state, metrics = made.update(state, packed, batch)
     assert np.isfinite(metrics.loss)
     assert {str(x.dtype) for x in state.params.values()} == {"float32"}

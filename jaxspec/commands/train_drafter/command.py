@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.options import Fields, UsageError, command, explained
+from jaxspec.commands.options import Fields, UsageError, command, explained, note
 from jaxspec.commands.progress import Ticker
 from jaxspec.commands.train_drafter.options import DrafterOptions, RegenerateOptions
 from jaxspec.training.options import RunOptions, TrainingOptions
@@ -83,4 +84,5 @@ def train_drafter_command(
                 ticker.notify(message)
 
             console = Console(highlight=False)
-            run.run(drafter, training, running, answers, models, console, notify)
+            announce = functools.partial(note, errors)
+            run.run(drafter, training, running, answers, models, console, notify, announce)

@@ -8,9 +8,14 @@ from typing import Literal
 
 from jaxspec.commands.options import UsageError
 from jaxspec.options import RANGES, at_least, option
+from jaxspec.training.options import TERMS, loss_terms
 
 Kind = Literal["dflash", "dflash2", "dspark", "mtp"]
 Container = Literal["z-lab", "speculators"]
+_MEANINGS = "; ".join(
+    f"{name}: {meaning}{f' ({kinds[0]})' if kinds else ''}"
+    for name, (_, meaning, kinds) in TERMS.items()
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,17 @@ class DrafterOptions:
         None,
         "The layout of a new block drafter's files, and the conventions that come with it. Default: z-lab.",
     )
+    loss: str | None = option(
+        None,
+        "Weights of the loss's terms, such as kl=0.5,ce=0.5,decay=7. What is not named stays as is usual "
+        f"for the kind. {_MEANINGS}.",
+        metavar="TERM=WEIGHT,...",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse a loss that cannot be read, with FieldError."""
+        if self.loss is not None:
+            loss_terms(self.loss, self.kind)
 
 
 @dataclass(frozen=True)

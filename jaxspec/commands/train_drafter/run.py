@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import itertools
+import shutil
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
-from jaxspec.api import BUNDLED, BUNDLED_DRAFTERS, Pair
+from jaxspec.api import BUNDLED, BUNDLED_DRAFTERS
 from jaxspec.commands.check.options import MIN_ROWS
 from jaxspec.commands.check.run import measure
 from jaxspec.commands.check.text import PromptSet
@@ -18,12 +22,22 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import mesh_for, shorten
 from jaxspec.commands.train_drafter.options import DrafterOptions, RegenerateOptions
+from jaxspec.options import Sampling
 from jaxspec.registry import family_of
+from jaxspec.rollout.sampler import Sampler
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.training import new
-from jaxspec.training.options import RunOptions, TrainingOptions
+from jaxspec.training.objectives import usual_weights
+from jaxspec.training.options import RunOptions, TrainingOptions, loss_terms
 from jaxspec.training.run import Notify, TrainingResult, train
-from jaxspec.training.texts import Text, read_prompts, read_texts, write_texts
+from jaxspec.training.texts import (
+    Text,
+    Texts,
+    read_prompts,
+    read_texts,
+    write_texts,
+    write_tokens,
+)
 from jaxspec.training.trainer import Trainer, check_trainable
 from jaxspec.weights.atomic_dir import atomic_directory
 from jaxspec.weights.conversion import convert
@@ -33,7 +47,9 @@ from jaxspec.weights.measured_acceptance import read_acceptance, write_acceptanc
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.saving import save, save_hf
 
-TEXTS = "texts.jsonl"
+TEXTS, TOKENS = "texts.jsonl", "tokens"
+TURNS = 8
+"""Prompts of a call of the sampler, for each of its slots: rows that end make room for others."""
 
 
 def run(
@@ -44,8 +60,14 @@ def run(
     models: ModelOptions,
     console: Console,
     notify: Notify,
+    announce: Notify,
 ) -> None:
-    """Train, write and report."""
+    """Train, write and report.
+
+    Args:
+      notify: called with a line of progress.
+      announce: called with what should stay to be read.
+    """
     assert drafter.out is not None
     mesh = mesh_for(models)
     places = [drafter.out / name for name in ("drafter", "drafter-hf")]
@@ -69,10 +91,14 @@ def run(
         **hub,
     )
     model_def, start = _start(drafter, training, target, begun, dtype)
-    trainer = Trainer(target, model_def, training, mesh=mesh)
+    weights = usual_weights(model_def.module)
+    if drafter.loss is not None:
+        terms = loss_terms(drafter.loss, family_of(model_def.config).name)
+        weights = dataclasses.replace(weights, **terms)  # pyright: ignore[reportArgumentType]
+    trainer = Trainer(target, model_def, training, weights=weights, mesh=mesh)
     drafter.out.mkdir(parents=True, exist_ok=True)
     texts = _texts(drafter, answers, target, begun, notify)
-    result = train(trainer, target, start, texts, drafter.out, running, notify)
+    result = train(trainer, target, start, texts, drafter.out, running, notify, announce)
     same = begun is not None and begun.model_def.config == model_def.config
     _write(drafter.out, model_def, begun if same else None, result, dtype)
     recorded = _record(drafter, running, target, result, hub, notify)
@@ -113,35 +139,55 @@ def _texts(
     target: LoadedModel,
     begun: LoadedModel | None,
     notify: Notify,
-) -> list[Text]:
-    """Read the texts. With --regenerate the target writes them first, with the drafter that there is."""
+) -> Texts:
+    """Read the texts into a file of ids. With --regenerate the target writes them first, with the drafter that there is."""
     assert drafter.out is not None
     tokenizer = functools.cache(lambda: Tokenizer.load(target.directory))
     stops = target.generation.eos_token_ids if target.generation else ()
-    read = functools.partial(
-        read_texts,
+    data = drafter.data
+    if answers.regenerate:
+        data = (drafter.out / TEXTS,)
+        if not data[0].exists():
+            prompts = read_prompts(drafter.data, tokenizer=tokenizer, thinking=answers.thinking)
+            temporary = data[0].with_suffix(".partial")
+            write_texts(temporary, _answered(answers, target, begun, prompts, notify))
+            temporary.replace(data[0])
+    texts = read_texts(
+        data,
         vocab_size=target.config.vocab_size,
         tokenizer=tokenizer,
         end=stops[0] if stops else None,
     )
-    if not answers.regenerate:
-        return read(drafter.data)
-    written = drafter.out / TEXTS
-    if not written.exists():
-        prompts = read_prompts(drafter.data, tokenizer=tokenizer, thinking=answers.thinking)
-        notify(f"the target answers {len(prompts)} prompts")
-        done = Pair(target, begun).generate(
-            prompts,
-            max_new_tokens=answers.answer_tokens,
-            temperature=answers.temperature,
-            batch_size=answers.batch_size,
-            progress=False,
-        )
-        texts = [Text(one.prompt_ids, one.token_ids) for one in done if one.error is None]
-        temporary = written.with_suffix(".partial")
-        write_texts(temporary, texts)
-        temporary.replace(written)
-    return read([written])
+    place = drafter.out / TOKENS
+    shutil.rmtree(place, ignore_errors=True)  # of an earlier start; the files may have changed
+    return write_tokens(place, texts)
+
+
+def _answered(
+    answers: RegenerateOptions,
+    target: LoadedModel,
+    begun: LoadedModel | None,
+    prompts: Iterator[tuple[int, ...]],
+    notify: Notify,
+) -> Iterator[Text]:
+    """Yield prompts with the target's answers. Prompts that leave no room for an answer are left out."""
+    sampler = Sampler(
+        target, begun, max_new_tokens=answers.answer_tokens, batch_size=answers.batch_size
+    )
+    longest = target.config.max_positions - answers.answer_tokens - 32
+    sampling = Sampling(temperature=answers.temperature)
+    room = (ids for ids in prompts if len(ids) <= longest)
+    drafter_params = None if begun is None else begun.params
+    count, begin = 0, time.perf_counter()
+    while some := list(itertools.islice(room, TURNS * answers.batch_size)):
+        seeds = np.arange(count, count + len(some))
+        result = sampler(target.params, drafter_params, some, sampling, seeds)
+        tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
+        for prompt, row, length in zip(some, tokens, lengths, strict=True):
+            yield Text(prompt, tuple(row[:length].tolist()))
+        count += len(some)
+        rate = count / (time.perf_counter() - begin)
+        notify(f"the target has answered {count} prompts; {rate:.1f} a second")
 
 
 def _write(
