@@ -176,7 +176,7 @@ def loss_of(
     if pieces == 1:
         return sums(drafter, once, anchors, real)
     # What a loop's body closes over has one dtype, in which its gradients add up.
-    graph, state = nnx.split(drafter)
+    graphdef, state = nnx.split(drafter)
     state = nnx.to_flat_state(state)
     fixed = frozen_tables(drafter)
     trained = {path: x for path, x in state if path[-1] not in fixed}
@@ -186,7 +186,7 @@ def loss_of(
     def piece(both: tuple[Int[Array, "B P"], Bool[Array, "B P"]]) -> Sums:
         trained, once = as_before(exact)
         state = nnx.from_flat_state([*trained.items(), *others])
-        return sums(nnx.merge(graph, state), once, *both)
+        return sums(nnx.merge(graphdef, state), once, *both)
 
     def by_piece(x: Array) -> Array:
         return x.reshape(b, pieces, -1).swapaxes(0, 1)

@@ -149,8 +149,8 @@ def loss_terms(text: str, kind: str | None = None) -> dict[str, float | None]:
             number = float(value)
         except ValueError:
             number = math.nan
-        least, most = (1e-6 if name == "decay" else 0), (1 if name == "survival" else math.inf)
-        if not (least <= number <= most and math.isfinite(number)):
+        low, high = (1e-6 if name == "decay" else 0), (1 if name == "survival" else math.inf)
+        if not (low <= number <= high and math.isfinite(number)):
             expected = {"survival": "a number from 0 to 1", "decay": "a number above 0, or none"}
             what = expected.get(name, "a number of 0 or more")
             raise FieldError("loss", f"has {name}={value}; expected {what}, as in {name}=0.5")

@@ -34,7 +34,7 @@ from jaxspec.shapes import Array, Bool, Float, Int
 
 
 class Features(struct.PyTreeNode):
-    """What the target's pass over whole texts gave. Nothing else of it is read in training.
+    """Results of the target's pass over whole texts. Training reads nothing else of it.
 
     Attributes:
       hidden: hidden states after the final norm. Those of a token give the distribution of the next. None if

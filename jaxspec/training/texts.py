@@ -128,12 +128,12 @@ class Texts:
 
     def digest(self) -> str:
         """Return a digest of all ids and of which texts they are."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for part in (self.starts, self.sizes, self.prompts):
-            found.update(np.ascontiguousarray(part, np.int64).tobytes())
+            digest.update(np.ascontiguousarray(part, np.int64).tobytes())
         for begin in range(0, len(self.tokens), _DIGESTED):
-            found.update(self.tokens[begin : begin + _DIGESTED].tobytes())
-        return found.hexdigest()
+            digest.update(self.tokens[begin : begin + _DIGESTED].tobytes())
+        return digest.hexdigest()
 
 
 _DIGESTED = 1 << 22  # tokens at a time
@@ -355,16 +355,16 @@ class Batches:
         # A batch may reach over the end of an epoch.
         self.indices: Any = order.repeat(None).batch(rows * parts)
 
-    def __call__(self, begin: int, end: int | None = None, room: int = 0) -> Batch:
+    def __call__(self, begin: int, end: int | None = None, least: int = 0) -> Batch:
         """Return the texts of an update, or those of updates `begin` to `end - 1` with one axis more.
 
         Args:
-          room: the least size of that axis. What is behind the updates repeats the last one.
+          least: the least size of that axis. What is behind the updates repeats the last one.
         """
         if end is None:
             return jax.tree.map(jnp.asarray, self._of(self.indices[begin]))
         made = [self._of(self.indices[step]) for step in range(begin, end)]
-        made += made[-1:] * (room - len(made))
+        made += made[-1:] * (least - len(made))
         return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *made)
 
     def _of(self, indices: np.ndarray) -> Batch:

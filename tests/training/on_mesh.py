@@ -81,7 +81,8 @@ def main() -> None:
 
     Trainer.updates = dies
     try:
-        train(made, there, start, texts(), directory / "killed", running)
+        one_by_one = dataclasses.replace(running, updates_per_call=1)
+        train(made, there, start, texts(), directory / "killed", one_by_one)
     except Killed:
         Trainer.updates = updates
     again = train(made, there, start, texts(), directory / "killed", running)

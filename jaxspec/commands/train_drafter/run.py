@@ -140,7 +140,7 @@ def _texts(
     begun: LoadedModel | None,
     notify: Notify,
 ) -> Texts:
-    """Read the texts into a file of ids. With --regenerate the target writes them first, with the drafter that there is."""
+    """Read the texts into a file of ids. With --regenerate the target writes them first, with the drafter."""
     assert drafter.out is not None
     tokenizer = functools.cache(lambda: Tokenizer.load(target.directory))
     stops = target.generation.eos_token_ids if target.generation else ()
@@ -176,16 +176,16 @@ def _answered(
     )
     longest = target.config.max_positions - answers.answer_tokens - 32
     sampling = Sampling(temperature=answers.temperature)
-    room = (ids for ids in prompts if len(ids) <= longest)
+    fitting = (ids for ids in prompts if len(ids) <= longest)
     drafter_params = None if begun is None else begun.params
     count, begin = 0, time.perf_counter()
-    while some := list(itertools.islice(room, TURNS * answers.batch_size)):
-        seeds = np.arange(count, count + len(some))
-        result = sampler(target.params, drafter_params, some, sampling, seeds)
+    while batch := list(itertools.islice(fitting, TURNS * answers.batch_size)):
+        seeds = np.arange(count, count + len(batch))
+        result = sampler(target.params, drafter_params, batch, sampling, seeds)
         tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
-        for prompt, row, length in zip(some, tokens, lengths, strict=True):
+        for prompt, row, length in zip(batch, tokens, lengths, strict=True):
             yield Text(prompt, tuple(row[:length].tolist()))
-        count += len(some)
+        count += len(batch)
         rate = count / (time.perf_counter() - begin)
         notify(f"the target has answered {count} prompts; {rate:.1f} a second")
 
