@@ -23,10 +23,11 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jaxspec.drafters.base import Draft
+from jaxspec.mesh import ROWS, mesh_left_to_xla, on_each_device
 from jaxspec.shapes import Array, Int, UInt32
 from jaxspec.state import NO_GUIDE, DecodeSpec, DecodeState
 from jaxspec.text.grammars.automaton import FREE, Automaton, advance, draft_states, masks_of
-from jaxspec.text.grammars.guides import answer
+from jaxspec.text.grammars.guides import answer, answer_once
 from jaxspec.text.grammars.masking import words_of
 from jaxspec.text.grammars.matcher import ALL
 from jaxspec.verify import AcceptResult
@@ -84,7 +85,7 @@ class FirstTokenMasks(Constraint):
 class HostGuides(Constraint):
     """Allow the tokens that guides on the host allow. The program waits for their answer.
 
-    Without a row that has a guide, it does not ask.
+    Each device asks for its own rows. Without a row that has a guide, it does not ask.
 
     Attributes:
       max_new: the most tokens that a row gains in a step.
@@ -96,30 +97,53 @@ class HostGuides(Constraint):
     def apply(self, state: DecodeState, draft: Draft) -> tuple[Draft, Allowed]:
         """Return the draft and the masks of `guides.answer`."""
         assert state.guides is not None
-        numbers, drafts = jnp.where(state.active, state.guides, NO_GUIDE), draft.tokens
-        words, (b, g) = words_of(self.vocab_size), drafts.shape
-        shapes = (
-            jax.ShapeDtypeStruct(drafts.shape, drafts.dtype),
-            jax.ShapeDtypeStruct((b, g + 1, words), np.uint32),
-        )
+        numbers = jnp.where(state.active, state.guides, NO_GUIDE)
         columns = state.num_tokens[:, None] - self.max_new
         columns = columns + jnp.arange(self.max_new, dtype=jnp.int32)
         recent = jnp.take_along_axis(state.tokens, jnp.maximum(columns, 0), axis=1)
-
-        def from_host() -> Any:
-            host = functools.partial(_on_host, words=words, force=draft.log_q is None)
-            return tuple(io_callback(host, shapes, numbers, state.num_tokens, recent, drafts))
-
-        def all_allowed() -> Any:
-            return drafts, jnp.full(shapes[1].shape, ALL)
-
+        mesh = mesh_left_to_xla()
+        options = dict(
+            words=words_of(self.vocab_size),
+            force=draft.log_q is None,
+            repeated=mesh is not None and mesh.size > 1,
+        )
         with jax.named_scope("grammar"):
-            tokens, masks = lax.cond(jnp.any(numbers != NO_GUIDE), from_host, all_allowed)
+            tokens, masks = on_each_device(
+                functools.partial(_answer_on_device, **options),
+                (numbers, state.num_tokens, recent, draft.tokens),
+                ROWS,
+                (ROWS, ROWS),
+            )
         return dataclasses.replace(draft, tokens=tokens), Allowed(masks)
 
 
-def _on_host(*arrays: Any, **options: Any) -> Any:
-    return answer(*map(np.asarray, arrays), **options)
+def _answer_on_device(
+    numbers: Int[Array, " B"],
+    counts: Int[Array, " B"],
+    recent: Int[Array, "B W"],
+    drafts: Int[Array, "B G"],
+    **options: Any,
+) -> tuple[Int[Array, "B G"], UInt32[Array, "B G+1 words"]]:
+    """Return the answer of `guides` for the rows of one device; without a guide, that all is allowed."""
+    (b, g), words = drafts.shape, options["words"]
+    shapes = (
+        jax.ShapeDtypeStruct(drafts.shape, drafts.dtype),
+        jax.ShapeDtypeStruct((b, g + 1, words), np.uint32),
+    )
+
+    def from_host() -> Any:
+        host = functools.partial(_on_host, **options)
+        return tuple(io_callback(host, shapes, numbers, counts, recent, drafts))
+
+    def all_allowed() -> Any:
+        return drafts, jnp.full(shapes[1].shape, ALL)
+
+    return lax.cond(jnp.any(numbers != NO_GUIDE), from_host, all_allowed)
+
+
+def _on_host(*arrays: Any, repeated: bool, **options: Any) -> Any:
+    # Devices that hold the same rows ask for the same.
+    return (answer_once if repeated else answer)(*map(np.asarray, arrays), **options)
 
 
 @dataclass(frozen=True)

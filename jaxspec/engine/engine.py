@@ -191,9 +191,9 @@ class Engine:
         self.target, self.drafter = target, drafter
         weights = target.params, drafter.params if drafter else None
         mesh = mesh_of(target=weights[0], drafter=weights[1])
-        if program_features.grammars and mesh.size > 1:
+        if program_features.grammars and (processes := jax.process_count()) > 1:
             raise FieldError(
-                "grammar", f"needs one device, and this mesh has {mesh.size}; leave one of them out"
+                "grammar", f"needs one process, and there are {processes}; leave the grammar out"
             )
         spec, slots = (
             make_spec(target, drafter, drafting, program_features),

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -339,3 +340,10 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         engine("oracle", synthetic_acceptance=2.0)
     many = dataclasses.replace(digits, stop_ids=tuple(range(2, 6)))
     assert "names 5 tokens" in str(engine("mixed").check(many))
+
+
+def test_several_processes_follow_no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guides of another process's rows would stand still."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(FieldError, match=r"^grammar needs one process, and there are 2; leave"):
+        engine("mixed")

@@ -6,6 +6,7 @@ and sets the number of devices.
     split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
     kernels:NAME:DRAFTER:DATA:MODEL decode by interpreted kernels on a mesh of fewer devices
     images:DATA:MODEL:DRAFTER       decode prompts with images on a mesh, and on one device
+    grammars:DATA:MODEL:DRAFTER     decode rows of which most have grammars on a mesh, and on one device
     load                            place weights: random, of an Orbax directory, of Hugging Face's
     check                           `check` with and without --mesh
     cli                             the command with and without --mesh, and its errors
@@ -40,7 +41,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxspec
-from jaxspec import cache
+from jaxspec import cache, constraint
 from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
 from jaxspec.models import attention, moe, residual
@@ -51,6 +52,7 @@ from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.runtime import prefill
 from jaxspec.shapes import Array, Params
+from jaxspec.text.grammars import guides
 from jaxspec.weights.define import formats_for
 from jaxspec.weights.draft_head import with_draft_head
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
@@ -58,7 +60,7 @@ from jaxspec.weights.sharding import make_mesh, place, state_shardings
 from jaxspec.weights.trees import place_params
 from pallas_kernels.dispatch import devices_of_mesh
 from tests import tiny_images, tiny_pair, tiny_photo
-from tests.cases import PROMPT_LENGTHS, Case, case, engine_of, target
+from tests.cases import CACHE_LENGTH, PROMPT_LENGTHS, Case, case, engine_of, target
 from tests.cases import run as run_all
 from tests.tiny import VOCAB_SIZE
 
@@ -190,6 +192,37 @@ def images(data: str, model: str, drafter: str) -> dict[str, Any]:
             found.append(decoded(engine, asked))
     text = [dataclasses.replace(r, images=()) for r in asked]
     return {"equal": found[0] == found[1], "seen": found[1] != decoded(engine, text)}
+
+
+def grammars(data: str, model: str, drafter: str) -> dict[str, Any]:
+    """Decode rows with and without grammars. Count how often devices ask for them, and how often they are followed."""
+    from tests.engine import test_grammars as on_one
+
+    c, devices = on_one.case(), jax.devices()[: int(data) * int(model)]
+    mesh = make_mesh(data=int(data), model=int(model), devices=devices)
+    target, made = on_mesh(c.target, mesh), on_mesh(c.drafter(drafter), mesh)
+    rows: dict[str, list[int]] = {"asked": [], "followed": []}
+
+    def counting(name: str, function: Any) -> Any:
+        def counted(numbers: np.ndarray, *args: Any, **options: Any) -> Any:
+            rows[name].append(len(numbers))
+            return function(numbers, *args, **options)
+
+        return counted
+
+    asking = mock.patch.object(constraint, "answer_once", counting("asked", constraint.answer_once))
+    following = mock.patch.object(guides, "answer", counting("followed", guides.answer))
+    with asking, following:
+        engine = engine_of(
+            target, made, batch_size=ROWS, cache_length=CACHE_LENGTH, **on_one.EXTRAS
+        )
+        found = run_all(engine, on_one.mixed())
+    return {
+        "equal": [x.token_ids for x in found] == [on_one.expected(row) for row in range(ROWS)],
+        "errors": [x.error for x in found if x.error],
+        "rows": sorted({*rows["asked"], *rows["followed"]}),
+        "asked": len(rows["asked"]) / len(rows["followed"]),
+    }
 
 
 def a_case(name: str, drafter: str) -> Case:
@@ -628,6 +661,7 @@ def main() -> None:
             split,
             kernels,
             images,
+            grammars,
             load,
             cli,
             check,

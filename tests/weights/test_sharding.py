@@ -147,6 +147,7 @@ def result(case: str) -> dict[str, Any]:
     more = (
         "kernels:31b:plain:2:2",
         "images:2:4:plain",
+        "grammars:2:4:mixed",
         "load",
         "cli",
         "errors",
@@ -210,6 +211,15 @@ def test_images_on_a_mesh_are_those_on_one_device(drafter):
     case = f"images:2:4:{drafter}"
     found = result(case) if drafter == "plain" else results((case,))[case]
     assert found == {"equal": True, "seen": True}
+
+
+@pytest.mark.parametrize("how", ["2:4:mixed", *slow("1:2:mtp", "4:1:dflash")])
+def test_rows_on_a_mesh_keep_to_their_grammars(how):
+    """Each device asks for its own rows; those that hold the same rows get one answer."""
+    case = f"grammars:{how}"
+    found = result(case) if how == "2:4:mixed" else results((case,))[case]
+    data, model = map(int, how.split(":")[:2])
+    assert found == {"equal": True, "errors": [], "rows": [8 // data], "asked": model}
 
 
 def test_a_gather_of_a_weight_would_be_seen():

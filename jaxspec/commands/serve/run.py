@@ -225,8 +225,6 @@ def grammars_of(
         return None, "this server was started with --no-grammars"
     if drafting.tree is not None:
         return None, "this server drafts trees, which follow no grammars"
-    if mesh_of(target=target.params).size > 1:
-        return None, "this server runs on several devices, where grammars are not followed"
     try:
         return GrammarTokens.of_model(target, tokenizer), ""
     except FieldError as error:

@@ -4,13 +4,15 @@ A compiled program knows no Python objects, and engines may share it. A row of i
 has the number of a `Guide`. Once a step, the program calls `answer` with these numbers and with the
 newest tokens of each row. A guide ends with the request that holds it.
 
-`answer` runs in a thread of the program, and the program waits for it. It must not use JAX, which
+`answer` runs in a thread of the program, and the program waits for it. On a mesh each device asks for its
+own rows, and those that hold the same rows share an answer (`answer_once`). It must not use JAX, which
 could wait for the program.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
@@ -21,6 +23,9 @@ from jaxspec.text.grammars.matcher import ALL, Grammar, Matcher, fill, num_allow
 
 _NUMBERS = itertools.count()
 _LIVE: WeakValueDictionary[int, Guide] = WeakValueDictionary()
+_LOCK = threading.Lock()
+_ANSWERS: dict[tuple[bytes, ...], tuple[np.ndarray, np.ndarray]] = {}  # the newest, oldest first
+_MAX_ANSWERS = 8  # to as many groups of devices; a group that comes too late computes its own anew
 _MAX_RUNS = 4  # runs of forced tokens that are written into one row's drafts
 
 
@@ -105,6 +110,17 @@ def answer(
     for row, guide in guides.items():
         guide.check(masks[row])
     return offered, masks
+
+
+def answer_once(*arrays: np.ndarray, words: int, force: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return `answer` for devices that ask for the same rows. The first that asks computes it."""
+    key = tuple(x.tobytes() for x in arrays)
+    with _LOCK:
+        if key not in _ANSWERS:
+            if len(_ANSWERS) == _MAX_ANSWERS:
+                _ANSWERS.pop(next(iter(_ANSWERS)))
+            _ANSWERS[key] = answer(*arrays, words=words, force=force)
+        return _ANSWERS[key]
 
 
 def _write_forced(
