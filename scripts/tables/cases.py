@@ -237,6 +237,7 @@ def streams(*, first: bool) -> Iterator[Case]:
         ("26B-A4B MTP", "--requests 384 --slots 128", False),
         ("26B-A4B MTP", "--requests 384 --slots 160 --cache-tokens auto", True),
         ("26B-A4B MTP", "--requests 512 --slots 256 --read-ahead 16", False),
+        ("26B-A4B DFlash", "--requests 384 --slots 128 --cache-tokens auto", True),
         ("31B DFlash", "--slots 16", True),
     ):
         if is_first == first:
