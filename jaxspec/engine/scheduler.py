@@ -133,7 +133,8 @@ class Scheduler:
         runtime, slots = self.runtime, self.slots
         tables = slots.tables
         of_prefill, of_decode = slots.output_request(0), slots.output_request(max_steps)
-        chunks = [make_chunk({}, rows, width, slots.count) for rows, width in runtime.shapes.all()]
+        passes = runtime.shapes.all(runtime.cache_length)
+        chunks = [make_chunk({}, rows, width, slots.count) for rows, width in passes]
         if runtime.vision_params is not None:
             chunks += runtime.warm_up_vision(chunks, slots.count)
         small_batches = row_subset.counts(

@@ -249,10 +249,19 @@ class Shapes:
         """Return the rows and the width of a pass for an image of so many tokens."""
         return self._rows(1), next(width for width in IMAGE_WIDTHS if width >= count)
 
-    def all(self) -> list[tuple[int, int]]:
-        """Return the rows and the width of every possible pass."""
+    def all(self, longest_prompt: int | None = None) -> list[tuple[int, int]]:
+        """Return the rows and the width of every possible pass.
+
+        Args:
+          longest_prompt: tokens of the longest prompt; None if any may come. Of the widths that hold
+            it whole, only the smallest is used: wider passes cost more and read no more.
+        """
+        widths = self.widths
+        if longest_prompt is not None:
+            holding = [width for width in widths if width >= longest_prompt]
+            widths = [width for width in widths if width <= min(holding, default=width)]
         rows = (self.small_rows, self.full_rows)
-        return sorted({(of(width), width) for width in self.widths for of in rows})
+        return sorted({(of(width), width) for width in widths for of in rows})
 
     def most_tokens(self, cache_length: int) -> int:
         """Return the tokens of the largest pass over prompts of at most so many tokens."""
