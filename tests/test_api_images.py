@@ -126,12 +126,12 @@ def test_a_stream_is_what_is_generated(pair: Pair) -> None:
 def test_the_number_of_tokens_is_chosen(pair: Pair) -> None:
     prompt = message({"image": tiny_photo.photo(size=(100, 100))})
     counts = {
-        budget: generate(pair, prompt, image_tokens=budget, cache_length=512).prompt_ids.count(
-            tiny_photo.IMAGE
-        )
+        budget: pair.encode([prompt], image_tokens=budget).count(tiny_photo.IMAGE)
         for budget in (None, 70, 280)
     }
     assert counts == {None: 64, 70: 64, 280: 256}
+    generated = generate(pair, prompt, image_tokens=70)
+    assert generated.prompt_ids == pair.encode([prompt], image_tokens=70)
     # A part's own detail goes before the number of the call.
     photo = {"image": tiny_photo.photo(size=(100, 100))}
     detailed = {None: 256, "auto": 256, "low": 64, "high": 1089}

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import warnings
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -514,8 +514,12 @@ class Engine:
                 self.timings.decode_tokens += max(len(event.token_ids) - 1, 0)
         return events
 
-    def warm_up(self) -> None:
+    def warm_up(self, prompt_lengths: Collection[int] | None = None) -> None:
         """Compile every program, and time all verify lengths, so that later requests compile nothing.
+
+        Args:
+          prompt_lengths: of the requests that will come: programs for other prompts are left out.
+            None: any prompt may come.
 
         Raises:
           ValueError: the engine has requests.
@@ -523,7 +527,7 @@ class Engine:
         if not self.is_idle:
             raise ValueError("warm_up needs an idle engine: call step until is_idle, or reset")
         with own_context(self.mesh):
-            self._scheduler.warm_up(self.steps_per_return)
+            self._scheduler.warm_up(self.steps_per_return, prompt_lengths)
         self._compiled_stop_ids = self.num_stop_ids
 
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:

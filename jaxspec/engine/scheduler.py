@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from concurrent.futures import Executor
 
 import jax
@@ -125,15 +125,21 @@ class Scheduler:
         self.slots.rows[slot] = None  # `Slots.collect` retires the row on the device
         return row.as_completion("cancelled")
 
-    def warm_up(self, max_steps: int) -> None:
+    def warm_up(self, max_steps: int, prompt_lengths: Collection[int] | None = None) -> None:
         """Compile every program, and time all verify lengths. No request may wait or run.
+
+        `Engine.warm_up` says what `prompt_lengths` are.
 
         The state is made last: while XLA compiles for a GPU, it times products on copies of their operands.
         """
         runtime, slots = self.runtime, self.slots
         tables = slots.tables
         of_prefill, of_decode = slots.output_request(0), slots.output_request(max_steps)
-        passes = runtime.shapes.all(runtime.cache_length)
+        # Behind a stored prefix a prompt may have any length.
+        if prompt_lengths is None or self._prefixes is not None:
+            passes = runtime.shapes.all(runtime.cache_length)
+        else:
+            passes = runtime.shapes.of_prompts(prompt_lengths)
         chunks = [make_chunk({}, rows, width, slots.count) for rows, width in passes]
         if runtime.vision_params is not None:
             chunks += runtime.warm_up_vision(chunks, slots.count)

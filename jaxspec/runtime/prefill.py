@@ -260,6 +260,20 @@ class Shapes:
         if longest_prompt is not None:
             holding = [width for width in widths if width >= longest_prompt]
             widths = [width for width in widths if width <= min(holding, default=width)]
+        return self._passes(widths)
+
+    def of_prompts(self, lengths: Collection[int]) -> list[tuple[int, int]]:
+        """Return the rows and the width of every pass that prompts of these lengths can have."""
+        if self.full != SHARED_PREFILL and self.slots > 1:
+            return self.all(max(lengths))
+        widths = set()
+        for left in set(lengths):
+            while left > 0:
+                widths.add(self.width(left))
+                left -= self.width(left)
+        return self._passes(widths)
+
+    def _passes(self, widths: Iterable[int]) -> list[tuple[int, int]]:
         rows = (self.small_rows, self.full_rows)
         return sorted({(of(width), width) for width in widths for of in rows})
 

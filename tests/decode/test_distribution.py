@@ -239,7 +239,8 @@ def p_values(tokens: np.ndarray, filters: str, **options: bool) -> tuple[float, 
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("drafter", ["likely", "unlikely", "dflash", "mtp"])
+# Other block drafters are among the selectors.
+@pytest.mark.parametrize("drafter", ["likely", "unlikely", "mtp", *cases.slow("dflash")])
 def test_speculative_sampling_follows_the_target(drafter, filters):
     tokens, accepted = in_chains(drafter, filters)
     # Rejections and acceptances both occur; but what top-k or top-p cuts is never accepted.
@@ -253,7 +254,9 @@ def test_speculative_sampling_follows_the_target(drafter, filters):
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
-        *((name, dict(draft_sampling=True)) for name in ("reduced", "dflash2", "dspark-rnn")),
+        *((name, dict(draft_sampling=True)) for name in ("dflash2", "dspark-rnn")),
+        # The last one drafts from few tokens too.
+        pytest.param("reduced", dict(draft_sampling=True), marks=pytest.mark.slow),
         ("ngram", dict(num_draft_tokens=DRAFTS)),
         *(
             pytest.param(name, options, marks=pytest.mark.slow)
@@ -467,7 +470,7 @@ def forget_the_right_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 RIGHT, RIGHT_TREE = verify.rejection_verify, verify.tree_verify
 
 
-@pytest.mark.parametrize("wrong", [residual_of_all, accept_all, same_draws_every_step])
+@pytest.mark.parametrize("wrong", [residual_of_all, same_draws_every_step, *cases.slow(accept_all)])
 def test_wrong_samplers_are_found(wrong, monkeypatch):
     """The negative control: the same counts and the same test must refuse these."""
     monkeypatch.setattr(verify, "rejection_verify", wrong)

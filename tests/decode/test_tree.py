@@ -154,9 +154,12 @@ def tree_engine(name: str, drafter: str, tree: Tree, count: int) -> Engine:
     ("name", "shape"),
     [
         ("e2b", "3 wide"),
-        ("31b", "3 wide"),
         ("26b-a4b", "5 wide"),
-        *(pytest.param(n, "3 wide", marks=pytest.mark.slow) for n in ("e4b", "12b", "26b-a4b")),
+        # 31b has the tree of MTP and the one of one branch, below.
+        *(
+            pytest.param(n, "3 wide", marks=pytest.mark.slow)
+            for n in ("e4b", "12b", "26b-a4b", "31b")
+        ),
         *(pytest.param(n, "5 wide", marks=pytest.mark.slow) for n in ("e2b", "e4b", "12b", "31b")),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -64,6 +65,8 @@ def test_slots_are_those_that_were_asked_for() -> None:
     assert max(rows for rows, _ in shapes.all()) == 12
     assert {width for _, width in shapes.all(60)} == {64}
     assert {width for _, width in shapes.all(300)} == {64, 128, 256, 512}
+    alone = dataclasses.replace(shapes, slots=1)
+    assert alone.of_prompts([12, 12, 300]) == [(1, 16), (1, 512)]
 
 
 def test_rows_do_not_depend_on_their_neighbours_in_an_odd_number_of_slots() -> None:
@@ -90,7 +93,8 @@ def test_every_token_is_read_once_and_in_order(lengths: list[int], slots: int, f
     shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, balance=1215.0)
     prompts = {slot: np.arange(length) for slot, length in enumerate(lengths[:slots])}
     read = dict.fromkeys(prompts, 0)
-    known = shapes.all(max(len(prompt) for prompt in prompts.values()))
+    known = set(shapes.of_prompts([len(prompt) for prompt in prompts.values()]))
+    assert known <= set(shapes.all(max(len(prompt) for prompt in prompts.values())))
     for chunk in chunks(prompts, shapes):
         assert chunk.tokens.shape in known
         rows = zip(

@@ -234,7 +234,7 @@ def run(
 ) -> tuple[TraceReport, list[Moment]]:
     """Compile all programs, send a trace through an engine, and return its results."""
     notify("compiling")
-    engine.warm_up()
+    engine.warm_up([request.prompt_tokens for request in trace])
     programs, before = engine.num_compilations, dataclasses.replace(engine.timings)
     with compilations() as late:
         timings, moments, idle_s = replay(engine, trace, requests, notify)

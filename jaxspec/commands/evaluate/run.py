@@ -318,7 +318,7 @@ class Mode:
         engine = self.engine
         words = "with drafts" if self.name == "drafts" else "without drafts"
         notify(f"compiling, {words}")
-        engine.warm_up()
+        engine.warm_up([len(request.prompt_ids) for request in requests])
         checked = [engine.validate(request) for request in requests]
         first = [dataclasses.replace(r, max_new_tokens=2) for r in checked[: engine.batch_size]]
         for _ in engine.run(first):  # what a first run alone does
