@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,14 @@ def test_the_best_of_parts_are_the_best_of_all(monkeypatch: pytest.MonkeyPatch) 
     x = jnp.asarray(rng.integers(0, 40, shape) * rng.integers(0, 2, (2, 3, 1)), jnp.float32)
     for one, other in zip(xla.top_k(x, 16), jax.lax.top_k(x, 16), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_many_rows_are_searched_as_a_whole() -> None:
+    """Of 56 rows the search in parts took 1.28 ms on an H200, and that of whole rows 0.54."""
+    for rows, in_parts in ((xla.TOP_ROWS, True), (xla.TOP_ROWS + 1, False)):
+        x = jax.ShapeDtypeStruct((rows, 1024 * xla.TOP_PARTS), jnp.float32)
+        traced = str(jax.make_jaxpr(functools.partial(xla.top_k, k=16))(x))
+        assert (f"{rows},{xla.TOP_PARTS},1024" in traced) == in_parts
 
 
 def test_candidates_are_found_without_sorting_the_vocabulary() -> None:
