@@ -33,7 +33,7 @@ Carry = tuple[Array, DecodeState]
 """The carry of a loop: the number of steps taken, and the state."""
 
 PLAIN_STEPS = 16
-"""The most plain steps whose tokens a drafter absorbs at once."""
+"""The most plain steps of a drafter, whose tokens it absorbs at once. A loop of such loops would be slower on a GPU."""
 
 
 def decode_loop(
@@ -49,6 +49,8 @@ def decode_loop(
     costs: Float[Array, " W"] | None = None,
 ) -> DecodeState:
     """Run up to `max_steps` steps on the device, fewer when at most `until_active` rows are active.
+
+    With a drafter that verifies nothing there are at most `PLAIN_STEPS`.
 
     Args:
       tables: the pages of all slots, where a slot has several.
@@ -69,15 +71,18 @@ def decode_loop(
         step, rows = carry[0], carry[1].with_tables(tables)
         if drafter is None:
             step, rows = step + 1, decode_step(target, spec, rows, constraint)
-        elif not spec.num_verified:
-            step, rows = plain_steps(target, drafter, spec, (step, rows), alive, constraint)
         elif costs is not None:
             step, rows = step + 1, survival_step(target, drafter, spec, rows, constraint, costs)
         else:
             step, rows = step + 1, speculative_step(target, drafter, spec, rows, constraint)
         return step, rows.without_tables()
 
-    rows = lax.while_loop(alive, body, (jnp.int32(0), rows))[1]
+    begin = jnp.int32(0), rows
+    if drafter is not None and not spec.num_verified:
+        begin = jnp.int32(0), rows.with_tables(tables)
+        rows = plain_steps(target, drafter, spec, begin, alive, constraint)[1].without_tables()
+    else:
+        rows = lax.while_loop(alive, body, begin)[1]
     return rows if slots is None else put_rows(state, rows)
 
 

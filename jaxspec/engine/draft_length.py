@@ -24,12 +24,13 @@ import numpy as np
 
 from jaxspec.cache import HostTables
 from jaxspec.engine.draft_length_policy import (
-    TIMED_STEPS,
+    MAX_CHANGE,
     Choice,
     Chooser,
     Costs,
     SurvivalGate,
     ladder,
+    speeds_of_choosing,
 )
 from jaxspec.engine.pages import spread_tables
 from jaxspec.engine.request import Request
@@ -136,12 +137,22 @@ class DraftLengthController:
     def _with_costs(self, chooser: Chooser, choice: Choice, rows: int, max_steps: int) -> Choice:
         """Let the steps of a call choose, if that is quicker. Tries of other lengths stay as they are."""
         is_usual = choice == (max_steps, chooser.current, None)
-        costs = [self._choosing.of(v, rows) for v in self.runtime.spec.widths]
-        known = tuple(cost for cost in costs if cost)
+        widths = self.runtime.spec.widths
+        costs = [self._choosing.of(v, rows) for v in widths]
+        known = tuple(cost * chooser.costs.pace for cost in costs if cost)
         if self.gate is None or not (self._is_warm and is_usual) or len(known) < len(costs):
             return choice
-        chooses, is_try = self.gate.next(chooser.costs.bucket(rows), max_steps)
-        steps = min(TIMED_STEPS, max_steps) if is_try else max_steps
+        tokens = [chooser.acceptance.tokens(v) for v in widths]
+        expected, most = speeds_of_choosing(tokens, widths, known)
+        chooses, steps = self.gate.next(
+            chooser.costs.bucket(rows),
+            rows,
+            choice.length,
+            max_steps,
+            plain=chooser.speed(0, rows) or 0.0,
+            expected=expected,
+            most=most,
+        )
         return Choice(steps, chooser.full, known) if chooses else choice._replace(steps=steps)
 
     def skip(self) -> None:
@@ -185,8 +196,12 @@ class DraftLengthController:
             return
         new = np.concatenate(acceptance_lengths)
         if self.gate is not None and (self._chooses or length == chooser.current):
-            speed = new.sum() / seconds / (len(new) / steps)  # of a row
-            self.gate.add(self._chooses, chooser.costs.bucket(begun), float(speed))
+            bucket, tokens = chooser.costs.bucket(begun), float(new.sum())
+            kind, counted_s = length, (chooser.costs.of(length, begun) or seconds / steps) * steps
+            if self._chooses:  # of its steps no cost is known but the most
+                kind, most = None, self._choosing.of(chooser.full, begun) or math.inf
+                counted_s = min(seconds, MAX_CHANGE * most * chooser.costs.pace * steps)
+            self.gate.add(kind, bucket, tokens, len(new), steps, counted_s)
         if self._chooses:  # its verified drafts are the likelier ones
             return
         accepted, counts = np.unique(np.maximum(new, 1) - 1, return_counts=True)

@@ -36,6 +36,10 @@ EVIDENCE, LATER_EVIDENCE = 16, 8
 try, tries came too seldom to notice that a text had become easy."""
 MEMORY_STEPS, MEMORY_ROWS = 32, 256
 """Half-life of acceptance counts: steps, or steps times rows, whichever is later."""
+STEPS_OF_TEXT, ENOUGH_TEXTS = 8, 64.0
+"""Steps of a row that are about as easy to draft as each other; and such texts that a first choice needs."""
+DOUBTS = 1.5
+"""Standard errors that must speak for another length in a first choice."""
 MIN_WEIGHT = 4.0
 """Least weight of old acceptance counts, in drafts."""
 PACE_CALLS = 9
@@ -49,10 +53,14 @@ TRIES, MAX_CHANGE = 5, 1.25
 PATIENCE_STEPS = 128
 """Steps between two tries."""
 
-GATE_STEPS = 256
-"""Steps between two tries of `SurvivalGate`. A try has `TIMED_STEPS`, so one that takes twice as long a
-token loses 1.6 %."""
-
+GATE_SHARE = 0.005
+"""Share of the time that tries of `SurvivalGate` may lose."""
+GATE_EVIDENCE, TRY_STEPS, GATE_SURE = 64, 16, 256
+"""Steps of rows in a try of `SurvivalGate`, and the most steps of the batch. Calls are as short until so many were seen."""
+GATE_DOUBT = 0.6
+"""Margin that steps which choose need, beside `MARGIN`, after tries of one step of one row."""
+GATE_LOAN = 2
+"""Steps whose seconds may be owed."""
 MIN_DECODE_S, TIMES_COMPILING = 2.0, 2.0
 """Seconds of decoding, and multiples of the compile time, before a length is compiled."""
 
@@ -115,6 +123,31 @@ def _prefixes(rates: Sequence[float]) -> Iterable[Sequence[float]]:
 def bucket_of(rows: float) -> int:
     """Round a number of active rows up to a power of two."""
     return 1 << (max(math.ceil(rows), 1) - 1).bit_length()
+
+
+class FirstLook:
+    """Tokens of the first steps, which verified all drafts. The first choice is made by them."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.texts = 0.0  # steps of one row that follow each other are of like texts
+        self._steps = self._tokens = self._squares = 0.0
+
+    def add(self, accepted: Mapping[int, int], steps: int, rows: float) -> None:
+        """Count steps of the batch; arguments as of `Acceptance.add`."""
+        self.texts += rows * max(1.0, steps / STEPS_OF_TEXT)
+        self._steps += sum(accepted.values())
+        self._tokens += sum((1 + n) * of for n, of in accepted.items())
+        self._squares += sum((1 + n) ** 2 * of for n, of in accepted.items())
+
+    @property
+    def doubt(self) -> float:
+        """Standard error of the mean of tokens, as a share of it; 0 when enough was seen."""
+        if not self._steps or self.texts >= ENOUGH_TEXTS:
+            return 0.0
+        mean = self._tokens / self._steps
+        variance = max(self._squares / self._steps - mean**2, 0.0)
+        return math.sqrt(variance / self.texts) / mean
 
 
 class Costs:
@@ -235,6 +268,8 @@ class Chooser:
         self.lengths = tuple(lengths)
         self.compiled = set(self.lengths if compiled is None else compiled)
         self.acceptance = Acceptance(self.lengths[-1])
+        self.first_look = FirstLook()
+        self._is_doubtful = False  # whether another length looks better, but not surely
         self.costs = Costs()
         self.current = self.lengths[-1]
         self.steps = dict.fromkeys(self.lengths, 0)  # so far
@@ -262,8 +297,15 @@ class Chooser:
             return self.full
         known = {v: speed if v in (0, self.full) else speed / BETWEEN for v, speed in known.items()}
         fastest = max(known, key=lambda v: known[v])
-        own = known.get(self.current)
-        return self.current if own is not None and known[fastest] <= MARGIN * own else fastest
+        own, self._is_doubtful = known.get(self.current), False
+        if own is None:
+            return fastest
+        if known[fastest] <= MARGIN * own:
+            return self.current
+        if self.current == self.full:  # what was left may look bad for long
+            own *= 1.0 + DOUBTS * self.first_look.doubt
+            self._is_doubtful = known[fastest] <= MARGIN * own
+        return self.current if self._is_doubtful else fastest
 
     def next(self, rows: int, max_steps: int, compile_s: float = 0.0) -> Choice:
         """Choose for a call with `rows` active rows.
@@ -279,7 +321,9 @@ class Chooser:
         )
         if self.acceptance.is_empty:
             is_choice = any(self.costs.is_known(v) for v in self.lengths if v != self.full)
-            return Choice(first if is_choice else max_steps, self.full)
+            is_timed = all(self.costs.is_sure(v) for v in self.lengths)
+            steps = min(first, -(-EVIDENCE // max(math.ceil(rows), 1))) if is_timed else first
+            return Choice(steps if is_choice else max_steps, self.full)
         if (new := self._to_compile(rows, compile_s)) is not None:
             self.compiled.add(new)
             self._since_compiling_s = 0.0
@@ -287,6 +331,8 @@ class Chooser:
         unknown = [v for v in self.compiled if not self.costs.is_sure(v)]
         if unknown:
             return Choice(min(first, TIMED_STEPS), min(unknown))
+        if self._is_doubtful:
+            return Choice(min(max_steps, TIMED_STEPS), self.full)
         if self._since_try >= PATIENCE_STEPS:
             other = self._to_try(best, later, rows)
             if other is not None:
@@ -316,6 +362,8 @@ class Chooser:
         self.steps[length] += steps
         self._tried[length] = sum(self.steps.values())
         self.acceptance.add(length, accepted, steps, rows)
+        if length == self.full:
+            self.first_look.add(accepted, steps, rows)
         if seconds is None:
             return
         rows = rows if begun is None else begun
@@ -381,38 +429,162 @@ class Chooser:
         return fastest if speeds[fastest] > WORTH_COMPILING * best else None
 
 
+def speeds_of_choosing(
+    tokens: Sequence[float], widths: Sequence[int], costs: Sequence[float]
+) -> tuple[float, float]:
+    """Return tokens a second of a row in steps that choose: what they should reach, and what they cannot exceed.
+
+    Confidences that tell nothing leave the best one of the widths. Those that tell everything let a
+    step commit what all drafts would, by passes that have room for it.
+
+    Args:
+      tokens: expected of a step of each width.
+      costs: seconds of a step that chooses each width.
+    """
+    pairs = list(zip(tokens, costs, strict=True))
+    rooms = [1.0 + width for width in widths]
+    most = [min(tokens[-1], room) / cost for room, cost in zip(rooms, costs, strict=True)]
+    return max(expected / cost for expected, cost in pairs), max(most)
+
+
+class _Calls:
+    """Recent calls of a kind. Older ones count less."""
+
+    def __init__(self) -> None:
+        self.tokens, self.row_seconds, self.row_steps = 0.0, 0.0, 0.0
+        self.seconds, self.steps, self._at = 0.0, 0.0, 0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of a row."""
+        return self.tokens / self.row_seconds
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+    def add(self, tokens: float, row_steps: float, steps: int, seconds: float, now: int) -> None:
+        rows = row_steps / steps
+        half_life = max(MEMORY_STEPS, MEMORY_ROWS / rows)
+        keep = 0.5 ** ((now - self._at) / half_life)
+        keep = max(keep, min(1.0, GATE_SURE / (2 * self.row_steps))) if self.row_steps else 0.0
+        self._at = now
+        self.tokens = self.tokens * keep + tokens
+        self.row_seconds = self.row_seconds * keep + seconds * rows
+        self.row_steps = self.row_steps * keep + row_steps
+        self.seconds, self.steps = self.seconds * keep + seconds, self.steps * keep + steps
+
+
 class SurvivalGate:
     """Chooses between calls whose steps choose what they verify, and calls of one length.
 
-    It compares their measured tokens a second, for each bucket of active rows. The slower kind is
-    tried now and then, for a few steps.
+    It compares their measured tokens a second, for each bucket of active rows, and takes the quicker
+    kind. A try of the other kind must be paid for: `GATE_SHARE` of all seconds is saved up as credit, and
+    what a try really lost is taken from it. So is what steps that choose lose while they are believed to
+    be the quicker kind, and what they gain is added. The credit never exceeds the seconds of one try, and
+    steps that choose end where more than `GATE_LOAN` of them are owed. So they lose at most `GATE_SHARE`
+    of the time and the seconds of a call, against the measured other kind. Tries of the other kind have a
+    credit of their own.
     """
 
     def __init__(self) -> None:
         """Begin without any."""
-        self._speeds: dict[tuple[bool, int], deque[float]] = {}
-        self._calls: dict[tuple[bool, int], int] = {}
-        self._since: dict[int, int] = {}
+        self._seen: dict[tuple[int | None, int], _Calls] = {}  # None: steps choose
+        self._best: dict[int, bool] = {}
+        self._credit_s = {True: 0.0, False: 0.0}  # for steps that choose, and for tries of others
+        self._steps = 0
+        self._tried = -PATIENCE_STEPS
+        self._is_try, self._length, self._plain = False, 0, 0.0
 
-    def next(self, bucket: int, steps: int) -> tuple[bool, bool]:
-        """Return whether steps of the next call choose, and whether that is a try of the slower kind.
+    def next(
+        self,
+        bucket: int,
+        rows: float,
+        length: int,
+        steps: int,
+        *,
+        plain: float,
+        expected: float,
+        most: float,
+    ) -> tuple[bool, int]:
+        """Return whether steps of the next call choose, and how many steps it has.
 
         Args:
+          rows: active ones.
+          length: of the other kind of calls.
           steps: of the call, if it is no try.
+          plain: tokens a second of a row without drafts, which no text changes. The other kind of
+            calls is at least as quick, once `Chooser` has seen the text.
+          expected, most: of `speeds_of_choosing`.
         """
-        own, fixed = (self._speeds.get((kind, bucket)) for kind in (True, False))
-        if own is None or fixed is None:
-            return own is None, own is None
-        best = statistics.median(own) > statistics.median(fixed)
-        self._since[bucket] = self._since.get(bucket, 0) + steps
-        if self._since[bucket] <= GATE_STEPS:
-            return best, False
-        self._since[bucket] = 0
-        return not best, True
+        self._is_try, self._length, self._plain = False, length, plain
+        own, fixed = (self._seen.get((kind, bucket)) for kind in (None, length))
+        short = self._steps_of_try(rows, steps)
+        if fixed is None:
+            return False, short if self._best.get(bucket) else steps
+        other = max(fixed.speed, plain)
+        is_due = self._steps - self._tried >= PATIENCE_STEPS
+        if own is not None and self._is_best(bucket, own, other):
+            loss_s = short * fixed.step_s * (1.0 - fixed.speed / own.speed)
+            if is_due and loss_s <= self._credit_s[False]:
+                return self._try(chooses=False, steps=short)
+            is_new = own.row_steps < GATE_SURE
+            return self._credit_s[True] > -GATE_LOAN * own.step_s, short if is_new else steps
+        if most <= other or not is_due:
+            return False, steps
+        if own is None:
+            loss_s = short * (1.0 / expected - 1.0 / other)  # a token of each row
+        else:
+            loss_s = short * own.step_s * (1.0 - max(own.speed, expected) / other)
+        if max(loss_s, 0.0) <= self._credit_s[True]:
+            return self._try(chooses=True, steps=short)
+        return False, steps
 
-    def add(self, chooses: bool, bucket: int, speed: float) -> None:
-        """Count the speed of a call. The first one of a kind takes longer than others."""
-        key = chooses, bucket
-        self._calls[key] = self._calls.get(key, 0) + 1
-        if self._calls[key] > 1:
-            self._speeds.setdefault(key, deque(maxlen=PACE_CALLS)).append(speed)
+    def _is_best(self, bucket: int, own: _Calls, other: float) -> bool:
+        """Return whether steps that choose are the quicker kind. What is in use stays at a near-tie."""
+        margin = 1.0 if self._best.get(bucket) else MARGIN + GATE_DOUBT * own.row_steps**-0.5
+        self._best[bucket] = own.speed > margin * other
+        return self._best[bucket]
+
+    def _try(self, *, chooses: bool, steps: int) -> tuple[bool, int]:
+        self._is_try, self._tried = True, self._steps
+        return chooses, steps
+
+    @staticmethod
+    def _steps_of_try(rows: float, steps: int) -> int:
+        return min(steps, max(TRY_STEPS // 2, math.ceil(GATE_EVIDENCE / max(rows, 1.0))))
+
+    def add(
+        self,
+        length: int | None,
+        bucket: int,
+        tokens: float,
+        row_steps: float,
+        steps: int,
+        seconds: float,
+    ) -> None:
+        """Count a call.
+
+        Args:
+          length: that its steps verified; None if they chose.
+          tokens: of all rows.
+          row_steps: steps of all rows.
+          steps: of the batch.
+          seconds: of calls of one length by the known cost of a step, since short calls take longer a step.
+        """
+        calls = self._seen.setdefault((length, bucket), _Calls())
+        self._steps += steps
+        rows = row_steps / steps
+        chooses = length is None
+        self._credit_s = {
+            kind: credit + GATE_SHARE * seconds for kind, credit in self._credit_s.items()
+        }
+        if (other := self._seen.get((self._length if chooses else None, bucket))) is not None:
+            if chooses:
+                speed = max(other.speed, self._plain)
+                self._credit_s[True] += tokens / (rows * speed) - seconds
+            elif self._is_try:
+                self._credit_s[False] += min(tokens / (rows * other.speed) - seconds, 0.0)
+        calls.add(tokens, row_steps, steps, seconds, self._steps)
+        most = self._steps_of_try(rows, TRY_STEPS) * calls.step_s
+        self._credit_s = {kind: min(credit, most) for kind, credit in self._credit_s.items()}

@@ -27,6 +27,7 @@ from jaxspec.engine.draft_length_policy import (
     Costs,
     SurvivalGate,
     ladder,
+    speeds_of_choosing,
 )
 from jaxspec.engine.request import Request
 from jaxspec.options import FieldError, Sampling, Tree
@@ -259,29 +260,178 @@ def test_lengths_that_are_not_compiled_wait_until_they_pay(
     assert chosen[first + 10 :].count(0) > 0.95 * len(chosen[first + 10 :])
 
 
-@pytest.mark.parametrize("steps", [1, 4, 16])
-@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.1, 2.0])
-def test_calls_of_the_slower_kind_cost_little(steps: int, ratio: float) -> None:
-    """Within 3 % of the better kind, whichever it is, with calls whose times vary by a tenth."""
-    gate, rng, seconds, tokens = SurvivalGate(), np.random.default_rng(0), 0.0, 0.0
-    for _ in range(20_000 // steps):
-        chooses, is_try = gate.next(8, steps)
-        taken = min(steps, draft_length_policy.TIMED_STEPS) if is_try else steps
-        speed = ratio if chooses else 1.0
-        tokens, seconds = tokens + taken, seconds + taken / speed
-        gate.add(chooses, 8, speed * rng.normal(1, 0.1))
-    assert tokens / seconds > 0.97 * max(ratio, 1.0)
+def gated(
+    gate: SurvivalGate, speed: float, calls: int, rng: np.random.Generator, expected: float
+) -> tuple[float, float, list[bool]]:
+    """Decode 8 rows, of which a step without choice makes a token a second each. Return seconds, tokens and what was used."""
+    took, tokens, used = 0.0, 0.0, []
+    for _ in range(calls):
+        promise = dict(plain=0.5, expected=expected, most=max(expected, 9.0))
+        chooses, steps = gate.next(8, 8, 3, 16, **promise)
+        seconds = steps / (speed if chooses else 1.0)
+        timed = seconds * rng.lognormal(0, 0.03) * (3 if rng.random() < 0.01 else 1)
+        timed = min(timed, 1.25 * seconds) if chooses else float(steps)
+        gate.add(None if chooses else 3, 8, 8.0 * steps, 8 * steps, steps, timed)
+        took, tokens = took + seconds, tokens + steps
+        used.append(chooses)
+    return took, tokens, used
+
+
+@pytest.mark.parametrize("expected", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("speed", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("calls", [30, 1000])
+def test_tries_lose_no_more_than_was_saved_up(calls: int, speed: float, expected: float) -> None:
+    """Whatever was promised of steps that choose, and with a clock that is wrong now and then."""
+    took, tokens, used = gated(SurvivalGate(), speed, calls, np.random.default_rng(1), expected)
+    a_call = (8 + draft_length_policy.GATE_LOAN) / speed
+    assert took - tokens < 1.5 * draft_length_policy.GATE_SHARE * took + a_call
+    assert sum(used) <= max(0.1 * calls, 3)
+
+
+@pytest.mark.parametrize("expected", [1.0, 5.0])
+@pytest.mark.parametrize("speed", [1.1, 3.0])
+def test_quicker_steps_that_choose_are_used(speed: float, expected: float) -> None:
+    """Here a promise matters: if it is of less, more has to be saved up for the first try."""
+    gate, rng = SurvivalGate(), np.random.default_rng(1)
+    gated(gate, speed, 2000, rng, expected)
+    took, tokens, _ = gated(gate, speed, 1000, rng, expected)
+    assert tokens / took > 0.97 * speed
+
+
+def test_hopeless_steps_that_choose_are_never_tried() -> None:
+    gate = SurvivalGate()
+    for _ in range(200):
+        chooses, steps = gate.next(8, 8, 0, 16, plain=1.0, expected=0.4, most=0.9)
+        assert not chooses
+        gate.add(0, 8, 8.0 * steps, 8 * steps, steps, float(steps))
 
 
 def test_a_change_of_the_text_is_noticed() -> None:
-    gate = SurvivalGate()
-    for better in (True, False, True):
-        used = []
-        for _ in range(400):
-            chooses, _ = gate.next(1, 16)
-            gate.add(chooses, 1, 1.2 if chooses == better else 1.0)
-            used.append(chooses)
-        assert np.mean(np.asarray(used[-100:]) == better) > 0.9
+    gate, rng = SurvivalGate(), np.random.default_rng(0)
+    for speed in (1.3, 0.8, 1.3):
+        *_, used = gated(gate, speed, 1200, rng, speed)
+        assert np.mean(np.asarray(used[-100:]) == (speed > 1)) > 0.9
+
+
+class Competing:
+    """Rows whose drafts compete, with true confidences. Each row stays as easy for 8 steps."""
+
+    def __init__(self, tokens: float, drafts: int, rows: int, rng: np.random.Generator):
+        self.shape, self.rng, self.step = (rows, drafts), rng, 0
+        own, low, high = np.random.default_rng(0), -9.0, 9.0
+        noise = 1.2 * own.normal(size=(4000, 1)) + own.normal(size=(4000, drafts))
+        for _ in range(30):  # the level of log-odds that makes so many tokens a step
+            self.level = (low + high) / 2
+            chances = 1 / (1 + np.exp(-self.level - noise))
+            few = 1 + np.cumprod(chances, axis=1).sum(axis=1).mean() < tokens
+            low, high = (self.level, high) if few else (low, self.level)
+
+    def verified(
+        self, length: int, costs: dict[int, float] | None
+    ) -> tuple[np.ndarray, float | None]:
+        """Return the accepted drafts of each row, and the cost of the step that chose by these costs."""
+        if self.step % 8 == 0:
+            self.ease = self.rng.normal(size=(self.shape[0], 1))
+        self.step += 1
+        odds = self.level + 1.2 * self.ease + self.rng.normal(size=self.shape)
+        chances = 1 / (1 + np.exp(-odds))
+        accepted = np.cumprod(self.rng.random(self.shape) < chances, axis=1).sum(axis=1)
+        if costs is None:
+            return np.minimum(accepted, length), None
+        survival = np.cumprod(chances, axis=1)
+        pairs = [survival[:, i : i + 2].sum(axis=1) for i in range(1, self.shape[1], 2)]
+        values = np.minimum.accumulate(np.stack(pairs, axis=1), axis=1)
+        order = np.sort(values.ravel())[::-1]
+        gained = np.concatenate([[0.0], np.cumsum(order)]) + self.shape[0] + survival[:, 0].sum()
+        spare = {w: self.shape[0] * (w // 2 + w % 2 - 1) for w in costs}
+        width = max(costs, key=lambda w: gained[spare[w]] / costs[w])
+        least = order[spare[width] - 1] if spare[width] else np.inf
+        limit = 1 + 2 * (values >= least).sum(axis=1)
+        return np.minimum(accepted, limit), costs[width]
+
+
+CALL_S = 1e-3  # of a call, beside its steps
+GPU_STEPS = {
+    32: ({0: 4.11, 1: 5.97, 3: 6.31, 7: 7.50, 15: 9.77}, {1: 8.01, 3: 8.44, 7: 9.31, 15: 9.83}),
+    8: ({0: 1.80, 1: 2.92, 3: 3.19, 7: 3.37, 15: 3.84}, {1: 3.21, 3: 3.60, 7: 3.79, 15: 4.06}),
+}
+"""Milliseconds of steps of one number of drafts, and of steps that choose: 6 layers of 26B-A4B with DFlash, on an H100 with
+32 rows and an H200 with 8."""
+
+
+def decode_with_choice(rows: int, texts: Sequence[tuple[float, int]], seed: int) -> float:
+    """Return the time against the better of plain decoding and all drafts, minus 1."""
+    fixed, choosing = ({v: s / 1e3 for v, s in costs.items()} for costs in GPU_STEPS[rows])
+    chooser, gate, clock = Chooser(tuple(fixed)), SurvivalGate(), np.random.default_rng(seed)
+    for length in fixed:
+        for _ in range(3):
+            chooser.costs.add(length, rows, fixed[length] * clock.lognormal(0, 0.01))
+    took = plain = full = 0.0
+    for number, (tokens, new) in enumerate(texts):
+        text, other = (
+            Competing(tokens, 15, rows, np.random.default_rng(100 * seed + number)) for _ in "ab"
+        )
+        made = 0.0
+        while made < new:
+            choice = chooser.next(rows, 16)
+            steps, length, _ = choice
+            chooses = False
+            if choice == (16, chooser.current, None):
+                now = [choosing[w] * chooser.costs.pace for w in choosing]
+                tokens_of = [chooser.acceptance.tokens(w) for w in choosing]
+                expected, most = speeds_of_choosing(tokens_of, list(choosing), now)
+                speeds = dict(plain=chooser.speed(0, rows) or 0.0, expected=expected, most=most)
+                chooses, steps = gate.next(rows, rows, length, 16, **speeds)
+            done = [text.verified(length, choosing if chooses else None) for _ in range(steps)]
+            accepted = np.stack([of_rows for of_rows, _ in done])
+            seconds = CALL_S + sum(fixed[length] if cost is None else cost for _, cost in done)
+            timed = seconds * clock.lognormal(0, 0.02) * (3 if clock.random() < 0.01 else 1)
+            if chooses or length == chooser.current:
+                kind = None if chooses else length
+                committed = float(accepted.sum() + accepted.size)
+                if chooses:
+                    counted = min(timed, 1.25 * choosing[15] * chooser.costs.pace * steps)
+                else:
+                    counted = (chooser.costs.of(length, rows) or 0.0) * steps
+                gate.add(kind, rows, committed, accepted.size, steps, counted)
+            if not chooses:
+                counts = collections.Counter(accepted.ravel().tolist())
+                chooser.learn(length, rows, steps, timed, counts)
+            took += seconds
+            made += 1.0 * steps + accepted.sum() / rows
+        plain += made * (fixed[0] + CALL_S / 16)
+        with_all = 0.0  # the same text with all drafts
+        while with_all < made:
+            with_all += 1 + other.verified(15, None)[0].mean()
+            full += fixed[15] + CALL_S / 16
+    return took / min(plain, full) - 1
+
+
+@pytest.mark.parametrize("rows", GPU_STEPS)
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [(1.05, 400)],
+        [(1.2, 400)],
+        [(1.6, 400)],
+        [(2.3, 600)],
+        [(4.0, 800)],
+        [(5.8, 1000)],
+        [(12.0, 1500)],
+        [(1.2, 600), (6.0, 2400)],
+        [(6.0, 2400), (1.2, 600)],
+    ],
+)
+def test_with_choice_it_is_no_slower_than_the_better_of_plain_and_all_drafts(
+    rows: int, texts: list[tuple[float, int]]
+) -> None:
+    """On the mean of some short runs from nothing, of which first looks and tries are a large share.
+
+    The 32 rows were 7.4 % slower with 1.2 tokens a step, and the 8 rows 10 %, before tries were paid for.
+    """
+    regrets = [decode_with_choice(rows, texts, seed) for seed in range(3 if rows == 32 else 6)]
+    assert np.mean(regrets) < 0.03
+    assert max(regrets) < (0.03 if rows == 32 else 0.08)
 
 
 # --- an engine ---------------------------------------------------------------------------------------
