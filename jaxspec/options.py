@@ -34,8 +34,8 @@ ChooseLength = Literal["exact", "always", "survival", "never"]
     always   in bfloat16 and with sampled rows too: rows keep the target's distribution, greedy ones
              except at near-ties, but their text depends on the choices, and so on the machine's
              speed
-    survival as always, and on a CPU each step chooses anew, by how sure the drafter is of its
-             drafts: see `jaxspec.survival`
+    survival as always, and each step chooses anew, by how sure the drafter is of its drafts: see
+             `jaxspec.survival`
     never    all drafts are verified
 """
 CHOOSE_LENGTH_HELP = (

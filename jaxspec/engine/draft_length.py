@@ -28,9 +28,9 @@ from jaxspec.engine.draft_length_policy import (
     Choice,
     Chooser,
     Costs,
+    Prospects,
     SurvivalGate,
     ladder,
-    speeds_of_choosing,
 )
 from jaxspec.engine.pages import spread_tables
 from jaxspec.engine.request import Request
@@ -137,23 +137,16 @@ class DraftLengthController:
     def _with_costs(self, chooser: Chooser, choice: Choice, rows: int, max_steps: int) -> Choice:
         """Let the steps of a call choose, if that is quicker. Tries of other lengths stay as they are."""
         is_usual = choice == (max_steps, chooser.current, None)
-        widths = self.runtime.spec.widths
-        costs = [self._choosing.of(v, rows) for v in widths]
-        known = tuple(cost * chooser.costs.pace for cost in costs if cost)
-        if self.gate is None or not (self._is_warm and is_usual) or len(known) < len(costs):
+        of_width = {v: self._choosing.of(v, rows) for v in self.runtime.spec.widths}
+        costs = {v: cost * chooser.costs.pace for v, cost in of_width.items() if cost}
+        if self.gate is None or not (self._is_warm and is_usual) or len(costs) < len(of_width):
             return choice
-        tokens = [chooser.acceptance.tokens(v) for v in widths]
-        expected, most = speeds_of_choosing(tokens, widths, known)
-        chooses, steps = self.gate.next(
-            chooser.costs.bucket(rows),
-            rows,
-            choice.length,
-            max_steps,
-            plain=chooser.speed(0, rows) or 0.0,
-            expected=expected,
-            most=most,
-        )
-        return Choice(steps, chooser.full, known) if chooses else choice._replace(steps=steps)
+        prospects = Prospects.of(chooser, rows, choice.length, costs)
+        bucket = chooser.costs.bucket(rows)
+        chooses, steps = self.gate.next(bucket, rows, choice.length, max_steps, prospects)
+        if chooses:
+            return Choice(steps, chooser.full, tuple(costs.values()))
+        return choice._replace(steps=steps)
 
     def skip(self) -> None:
         """Learn nothing from the next call, whose time is not that of a usual one."""
@@ -198,9 +191,9 @@ class DraftLengthController:
         if self.gate is not None and (self._chooses or length == chooser.current):
             bucket, tokens = chooser.costs.bucket(begun), float(new.sum())
             kind, counted_s = length, (chooser.costs.of(length, begun) or seconds / steps) * steps
-            if self._chooses:  # of its steps no cost is known but the most
-                kind, most = None, self._choosing.of(chooser.full, begun) or math.inf
-                counted_s = min(seconds, MAX_CHANGE * most * chooser.costs.pace * steps)
+            if self._chooses:  # of its steps only the highest cost is known
+                kind, full_s = None, self._choosing.of(chooser.full, begun) or math.inf
+                counted_s = min(seconds, MAX_CHANGE * full_s * chooser.costs.pace * steps)
             self.gate.add(kind, bucket, tokens, len(new), steps, counted_s)
         if self._chooses:  # its verified drafts are the likelier ones
             return

@@ -37,7 +37,7 @@ try, tries came too seldom to notice that a text had become easy."""
 MEMORY_STEPS, MEMORY_ROWS = 32, 256
 """Half-life of acceptance counts: steps, or steps times rows, whichever is later."""
 STEPS_OF_TEXT, ENOUGH_TEXTS = 8, 64.0
-"""Steps of a row that are about as easy to draft as each other; and such texts that a first choice needs."""
+"""Steps of a row that are about as easy to draft as each other; and such texts for a first choice."""
 DOUBTS = 1.5
 """Standard errors that must speak for another length in a first choice."""
 MIN_WEIGHT = 4.0
@@ -56,7 +56,8 @@ PATIENCE_STEPS = 128
 GATE_SHARE = 0.005
 """Share of the time that tries of `SurvivalGate` may lose."""
 GATE_EVIDENCE, TRY_STEPS, GATE_SURE = 64, 16, 256
-"""Steps of rows in a try of `SurvivalGate`, and the most steps of the batch. Calls are as short until so many were seen."""
+"""Steps of rows in a try of `SurvivalGate`, and the most steps of the batch. Until `GATE_SURE` steps of rows were seen, all
+calls are as short."""
 GATE_DOUBT = 0.6
 """Margin that steps which choose need, beside `MARGIN`, after tries of one step of one row."""
 GATE_LOAN = 2
@@ -429,22 +430,37 @@ class Chooser:
         return fastest if speeds[fastest] > WORTH_COMPILING * best else None
 
 
-def speeds_of_choosing(
-    tokens: Sequence[float], widths: Sequence[int], costs: Sequence[float]
-) -> tuple[float, float]:
-    """Return tokens a second of a row in steps that choose: what they should reach, and what they cannot exceed.
+class Prospects(NamedTuple):
+    """Tokens a second of a row, as far as they are known before a call.
 
-    Confidences that tell nothing leave the best one of the widths. Those that tell everything let a
-    step commit what all drafts would, by passes that have room for it.
-
-    Args:
-      tokens: expected of a step of each width.
-      costs: seconds of a step that chooses each width.
+    Attributes:
+      plain: without drafts, which no text changes.
+      expected: of steps that choose, if their confidences tell nothing.
+      highest: of steps that choose, if their confidences tell everything. They then commit what all
+        drafts would, by passes that hold as many tokens. 0 if calls of one length are as quick.
     """
-    pairs = list(zip(tokens, costs, strict=True))
-    rooms = [1.0 + width for width in widths]
-    most = [min(tokens[-1], room) / cost for room, cost in zip(rooms, costs, strict=True)]
-    return max(expected / cost for expected, cost in pairs), max(most)
+
+    plain: float
+    expected: float
+    highest: float
+
+    @classmethod
+    def of(
+        cls, chooser: Chooser, rows: float, length: int, costs: Mapping[int, float]
+    ) -> Prospects:
+        """Return those of a call.
+
+        Args:
+          length: of the other kind of calls.
+          costs: seconds of a step that chooses, by the width that it takes.
+        """
+        tokens = {width: chooser.acceptance.tokens(width) for width in costs}
+        committed = {width: min(tokens[max(costs)], 1.0 + width) for width in costs}
+        highest = max(committed[width] / cost for width, cost in costs.items())
+        if highest <= (chooser.speed(length, rows) or 0.0):
+            highest = 0.0
+        expected = max(tokens[width] / cost for width, cost in costs.items())
+        return cls(chooser.speed(0, rows) or 0.0, expected, highest)
 
 
 class _Calls:
@@ -502,10 +518,7 @@ class SurvivalGate:
         rows: float,
         length: int,
         steps: int,
-        *,
-        plain: float,
-        expected: float,
-        most: float,
+        prospects: Prospects,
     ) -> tuple[bool, int]:
         """Return whether steps of the next call choose, and how many steps it has.
 
@@ -513,10 +526,9 @@ class SurvivalGate:
           rows: active ones.
           length: of the other kind of calls.
           steps: of the call, if it is no try.
-          plain: tokens a second of a row without drafts, which no text changes. The other kind of
-            calls is at least as quick, once `Chooser` has seen the text.
-          expected, most: of `speeds_of_choosing`.
+          prospects: without drafts the other kind of calls is as quick, once `Chooser` knows the text.
         """
+        plain, expected, highest = prospects
         self._is_try, self._length, self._plain = False, length, plain
         own, fixed = (self._seen.get((kind, bucket)) for kind in (None, length))
         short = self._steps_of_try(rows, steps)
@@ -530,7 +542,7 @@ class SurvivalGate:
                 return self._try(chooses=False, steps=short)
             is_new = own.row_steps < GATE_SURE
             return self._credit_s[True] > -GATE_LOAN * own.step_s, short if is_new else steps
-        if most <= other or not is_due:
+        if highest <= other or not is_due:
             return False, steps
         if own is None:
             loss_s = short * (1.0 / expected - 1.0 / other)  # a token of each row
@@ -586,5 +598,5 @@ class SurvivalGate:
             elif self._is_try:
                 self._credit_s[False] += min(tokens / (rows * other.speed) - seconds, 0.0)
         calls.add(tokens, row_steps, steps, seconds, self._steps)
-        most = self._steps_of_try(rows, TRY_STEPS) * calls.step_s
-        self._credit_s = {kind: min(credit, most) for kind, credit in self._credit_s.items()}
+        a_try_s = self._steps_of_try(rows, TRY_STEPS) * calls.step_s
+        self._credit_s = {kind: min(credit, a_try_s) for kind, credit in self._credit_s.items()}

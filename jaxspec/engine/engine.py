@@ -69,8 +69,6 @@ from jaxspec.weights.sharding import mesh_of, own_context
 
 LOG = logging.getLogger("jaxspec.engine")
 BYTES = Range("0 or more", lambda x: x >= 0, 0, 1 << 62, "a whole number")
-CHOOSES_ON_GPUS = False
-"""Whether steps choose what they verify on GPUs too. It is off until a GPU has shown that this is never much slower."""
 STOP_IDS = 4
 """Stop ids of a slot, unless the engine is made for more."""
 
@@ -203,13 +201,7 @@ class Engine:
         )
         if choose_length == "survival" and not invariant and spec.tree is None:
             widths = ladder(spec.num_draft_tokens)[1:]
-            if not (on_cpu(mesh) or CHOOSES_ON_GPUS):
-                # With bad drafts it was 7 % slower than plain decoding: docs/draft-length.md.
-                LOG.warning(
-                    'choose_length="survival" does as "always" on this device, where steps that '
-                    "choose by confidences can be slower than plain decoding"
-                )
-            elif len(widths) > 1 and jax.process_count() == 1:
+            if len(widths) > 1 and jax.process_count() == 1:
                 spec = dataclasses.replace(spec, widths=widths)
         check_min_cache_length(spec, cache_length)
         check_pages(spec, cache_length, cache_tokens, prefix_bytes, mesh)

@@ -137,8 +137,8 @@ def materialize(x: T) -> T:
 
 
 TOP_PARTS, TOP_ROWS = 64, 16
-"""Parts of a vocabulary that `top_k` searches apart, and the most rows of which it does. A GPU searches each part with a
-block of its own."""
+"""Parts of a vocabulary that `top_k` searches apart, and the most rows of which it does. A GPU searches
+each part with a block of its own."""
 
 
 def top_k(x: Float[Array, "... V"], k: int) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:

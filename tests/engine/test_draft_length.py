@@ -25,9 +25,9 @@ from jaxspec.engine.draft_length_policy import (
     Choice,
     Chooser,
     Costs,
+    Prospects,
     SurvivalGate,
     ladder,
-    speeds_of_choosing,
 )
 from jaxspec.engine.request import Request
 from jaxspec.options import FieldError, Sampling, Tree
@@ -263,11 +263,11 @@ def test_lengths_that_are_not_compiled_wait_until_they_pay(
 def gated(
     gate: SurvivalGate, speed: float, calls: int, rng: np.random.Generator, expected: float
 ) -> tuple[float, float, list[bool]]:
-    """Decode 8 rows, of which a step without choice makes a token a second each. Return seconds, tokens and what was used."""
+    """Decode 8 rows, each a token a second in steps that do not choose. Return seconds, tokens and what was used."""
     took, tokens, used = 0.0, 0.0, []
     for _ in range(calls):
-        promise = dict(plain=0.5, expected=expected, most=max(expected, 9.0))
-        chooses, steps = gate.next(8, 8, 3, 16, **promise)
+        promise = Prospects(0.5, expected, max(expected, 9.0))
+        chooses, steps = gate.next(8, 8, 3, 16, promise)
         seconds = steps / (speed if chooses else 1.0)
         timed = seconds * rng.lognormal(0, 0.03) * (3 if rng.random() < 0.01 else 1)
         timed = min(timed, 1.25 * seconds) if chooses else float(steps)
@@ -301,7 +301,7 @@ def test_quicker_steps_that_choose_are_used(speed: float, expected: float) -> No
 def test_hopeless_steps_that_choose_are_never_tried() -> None:
     gate = SurvivalGate()
     for _ in range(200):
-        chooses, steps = gate.next(8, 8, 0, 16, plain=1.0, expected=0.4, most=0.9)
+        chooses, steps = gate.next(8, 8, 0, 16, Prospects(1.0, 0.4, 0.9))
         assert not chooses
         gate.add(0, 8, 8.0 * steps, 8 * steps, steps, float(steps))
 
@@ -352,11 +352,10 @@ class Competing:
 
 CALL_S = 1e-3  # of a call, beside its steps
 GPU_STEPS = {
-    32: ({0: 4.11, 1: 5.97, 3: 6.31, 7: 7.50, 15: 9.77}, {1: 8.01, 3: 8.44, 7: 9.31, 15: 9.83}),
-    8: ({0: 1.80, 1: 2.92, 3: 3.19, 7: 3.37, 15: 3.84}, {1: 3.21, 3: 3.60, 7: 3.79, 15: 4.06}),
+    32: ({0: 2.94, 1: 4.50, 3: 4.88, 7: 5.80, 15: 7.73}, {1: 5.65, 3: 6.14, 7: 6.92, 15: 7.80}),
+    8: ({0: 1.83, 1: 2.98, 3: 3.25, 7: 3.44, 15: 3.93}, {1: 3.35, 3: 3.67, 7: 3.85, 15: 4.14}),
 }
-"""Milliseconds of steps of one number of drafts, and of steps that choose: 6 layers of 26B-A4B with DFlash, on an H100 with
-32 rows and an H200 with 8."""
+"""Milliseconds of steps of one number of drafts, and of steps that choose (6 layers of 26B-A4B, H200)."""
 
 
 def decode_with_choice(rows: int, texts: Sequence[tuple[float, int]], seed: int) -> float:
@@ -377,11 +376,9 @@ def decode_with_choice(rows: int, texts: Sequence[tuple[float, int]], seed: int)
             steps, length, _ = choice
             chooses = False
             if choice == (16, chooser.current, None):
-                now = [choosing[w] * chooser.costs.pace for w in choosing]
-                tokens_of = [chooser.acceptance.tokens(w) for w in choosing]
-                expected, most = speeds_of_choosing(tokens_of, list(choosing), now)
-                speeds = dict(plain=chooser.speed(0, rows) or 0.0, expected=expected, most=most)
-                chooses, steps = gate.next(rows, rows, length, 16, **speeds)
+                now = {w: cost * chooser.costs.pace for w, cost in choosing.items()}
+                prospects = Prospects.of(chooser, rows, length, now)
+                chooses, steps = gate.next(rows, rows, length, 16, prospects)
             done = [text.verified(length, choosing if chooses else None) for _ in range(steps)]
             accepted = np.stack([of_rows for of_rows, _ in done])
             seconds = CALL_S + sum(fixed[length] if cost is None else cost for _, cost in done)
