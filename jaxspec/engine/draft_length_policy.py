@@ -56,8 +56,8 @@ PATIENCE_STEPS = 128
 GATE_SHARE = 0.005
 """Share of the time that tries of `SurvivalGate` may lose."""
 GATE_EVIDENCE, TRY_STEPS, GATE_SURE = 64, 16, 256
-"""Steps of rows in a try of `SurvivalGate`, and the most steps of the batch. Until `GATE_SURE` steps of rows were seen, all
-calls are as short."""
+"""Steps of rows in a try of `SurvivalGate`, and the most steps of the batch. Calls are as short until
+`GATE_SURE` steps of rows were seen."""
 GATE_DOUBT = 0.6
 """Margin that steps which choose need, beside `MARGIN`, after tries of one step of one row."""
 GATE_LOAN = 2
