@@ -70,6 +70,7 @@ def test_figures_are_those_of_generating_the_same_prompts(invoke: Run, tmp_path:
         assert (words in done.stderr) == (words != "without compiling")
 
 
+@pytest.mark.slow  # likewise
 def test_the_micro_figure_is_that_of_the_rows_of_generate(invoke: Run, tmp_path: Path) -> None:
     """By hand, from what `generate --json` wrote for the same prompts."""
     file = write(tmp_path / "mine.jsonl", [{"prompt": p} for p in PROMPTS])
