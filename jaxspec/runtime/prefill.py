@@ -265,7 +265,7 @@ class Shapes:
     def of_prompts(self, lengths: Collection[int]) -> list[tuple[int, int]]:
         """Return the rows and the width of every pass that prompts of these lengths can have."""
         if self.full != SHARED_PREFILL and self.slots > 1:
-            return self.all(max(lengths))
+            return self.all(max(lengths, default=1))
         widths = set()
         for left in set(lengths):
             while left > 0:

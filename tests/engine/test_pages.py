@@ -242,6 +242,21 @@ def test_warm_up_compiles_all_programs_of_pages() -> None:
     assert_no_page_is_lost(paged)
 
 
+@pytest.mark.slow
+def test_rows_that_give_up_their_pages_read_no_longer_prompts() -> None:
+    """An engine that was warmed up for their prompts alone compiles nothing when they come back."""
+    paged = short_of_memory()
+    asked = [request(range(20 + i, 36 + i), 70, seed=i, sample=i, id=i) for i in range(6)]
+    paged.warm_up([16])
+    count = paged.num_compilations
+    for one in asked:
+        paged.add(one)
+    while not paged.is_idle:
+        paged.step()
+    assert paged.num_preemptions >= 2
+    assert paged.num_compilations == count
+
+
 def test_a_pool_never_gives_a_page_twice() -> None:
     rng = random.Random(0)
     pool = PagePool(6, {64: 30, 24: 13})
