@@ -9,8 +9,9 @@ Several rows and stored prefixes may have one page. A row writes to no such page
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,20 @@ from jaxspec.cache import NO_PAGE, HostTables, pages_for
 
 Numbers = dict[int, list[int]]
 """Numbers of pages, by the slots that a row has in their caches."""
+
+
+class Growth(NamedTuple):
+    """The pages that a row is expected to need.
+
+    Attributes:
+      positions: for which it has pages, or gets them at first.
+      end: positions that it needs in the end.
+      left: tokens that it gets until then.
+    """
+
+    positions: int
+    end: int = 0
+    left: int = 0
 
 
 class PagePool:
@@ -71,19 +86,42 @@ class PagePool:
         """Return the pages of a row of so many positions, by the slots of a row."""
         return {slots: pages_for(min(positions, slots)) for slots in self.counts}
 
-    def num_fitting(self, rows: list[int]) -> int:
-        """Return how many of the first rows can have pages at the same time, if they share none.
+    def num_fitting(
+        self,
+        new: Sequence[Growth],
+        running: Mapping[int, Growth] | None = None,
+        *,
+        ahead: int = 0,
+    ) -> int:
+        """Return how many of the first new rows can have pages until they end, if they share none.
+
+        All rows are taken to grow at the same pace until they end, and to free their pages then.
 
         Args:
-          rows: the positions of each.
+          new: rows without pages.
+          running: rows that have pages.
+          ahead: tokens for which rows have pages before the tokens are there.
         """
-        left = self.num_without_rows
-        for count, positions in enumerate(rows):
-            for slots, pages in self.pages(positions).items():
-                left[slots] -= pages
-            if min(left.values(), default=0) < 0:
-                return count
-        return len(rows)
+        if not new:
+            return 0
+        running = running or {}
+        rows = [*running.values(), *new]
+        now, end, left = (np.array(column) for column in zip(*rows, strict=True))
+        times = np.unique(np.append(left, 0))[:, None]  # [T, 1], tokens from now
+        is_there = times <= left  # [T, R]
+        positions = np.maximum(now, end - np.maximum(0, left - times - ahead))
+        fits = np.ones(len(new), bool)
+        for slots, free in self.num_without_rows.items():
+            more = np.where(is_there, -(-np.minimum(positions, slots) // cache.PAGE), 0)
+            for column, row in enumerate(running):
+                table = self.tables[slots][row]
+                of_row = self._of_rows[slots][table[table != NO_PAGE]]
+                # Pages that other rows have too stay when the row ends.
+                more[:, column] -= np.where(is_there[:, column], len(of_row), (of_row == 1).sum())
+            of_running = more[:, : len(running)].sum(1, keepdims=True)
+            needed = of_running + more[:, len(running) :].cumsum(1)
+            fits &= needed.max(0) <= free
+        return len(new) if fits.all() else int(fits.argmin())
 
     def take(
         self,

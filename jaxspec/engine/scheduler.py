@@ -94,7 +94,8 @@ class Scheduler:
         """
         events = self._collect() if self._is_busy else []
         spec = self.runtime.spec
-        self.slots.headroom = CALLS_AHEAD * max_steps * (spec.depth + 1) + spec.step_tokens
+        self.slots.call_tokens = self._within_pause(max_steps) * (spec.depth + 1)
+        self.slots.headroom = CALLS_AHEAD * self.slots.call_tokens + spec.step_tokens
         self._release()
         self._return_preempted()
         self._start_rows()
@@ -240,14 +241,14 @@ class Scheduler:
         while self.preempted and slots.free:
             saved, slot = self.preempted[0], slots.free[0]
             request = saved.row.request
-            positions = slots.first_positions(request, len(saved.row.tokens))
-            assert slots.pages is not None
-            if not slots.pages.num_fitting([positions]):
+            if not slots.num_fitting([request], len(saved.row.tokens)):
                 return
             del self.preempted[0]
             if saved.small is None:
                 self._start({slot: request})
                 continue
+            assert slots.pages is not None
+            positions = slots.first_positions(request, len(saved.row.tokens))
             self._make_room(slots.pages.pages(positions))
             end = num_positions(self.runtime.spec, request)
             slots.pages.take(slot, positions, end=end)
@@ -302,13 +303,11 @@ class Scheduler:
         """
         if not count or not self.waiting:
             return []
-        pages = self.slots.pages
         if self._prefixes is None:
             taken = list(itertools.islice(self.waiting, count))
         else:
             taken = self._prefixes.ready(self.waiting, count)
-        if pages is not None:
-            taken = taken[: pages.num_fitting([self.slots.first_positions(r) for r in taken])]
+        taken = taken[: self.slots.num_fitting(taken)]
         ids = {request.id for request in taken}
         self.waiting = deque(request for request in self.waiting if request.id not in ids)
         return taken

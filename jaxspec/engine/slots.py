@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from jaxspec.cache import HostTables
-from jaxspec.engine.pages import PagePool
+from jaxspec.engine.length_forecast import LengthForecast
+from jaxspec.engine.pages import Growth, PagePool
 from jaxspec.engine.request import (
     Completion,
     Reason,
@@ -30,7 +31,7 @@ from jaxspec.engine.request import (
     num_positions,
 )
 from jaxspec.runtime.prefill import PromptImage
-from jaxspec.runtime.runtime import NewRows, Runtime, StepResult
+from jaxspec.runtime.runtime import NewRows, Runtime, StepResult, cache_length_for
 from jaxspec.runtime.step_output import OutputRequest, OutputSizes, StepOutput
 from jaxspec.sampling import Logprobs
 from jaxspec.state import NO_GUIDE, DecodeState, PrefillChunk
@@ -131,6 +132,8 @@ class Slots:
       pages: of the rows; None where each row has one page.
       rows: by slot; None where the slot is free.
       headroom: positions beyond its prompt for which a row gets pages at first.
+      call_tokens: that a row can get in the next decode call.
+      forecast: of the tokens that requests get.
     """
 
     def __init__(self, runtime: Runtime, num_stop_ids: int):
@@ -138,7 +141,8 @@ class Slots:
         self.count = count = runtime.num_rows
         self.pages = PagePool(count, runtime.page_counts) if runtime.paging else None
         self.rows: list[Row | None] = [None] * count
-        self.headroom = 0
+        self.headroom = self.call_tokens = 0
+        self.forecast = LengthForecast()
         self._num_admitted = 0
         self._non_finite = np.zeros(count, bool)  # by the newest output
         self._launched: Future[LaunchResult] | LaunchResult | None = None
@@ -227,6 +231,28 @@ class Slots:
         """
         first = len(request.prompt_ids) + new_tokens + self.headroom
         return min(num_positions(self.runtime.spec, request), first)
+
+    def num_fitting(self, requests: Sequence[Request], new_tokens: int = 0) -> int:
+        """Return how many of the first requests have room until they end, by what is expected of all rows.
+
+        Args:
+          new_tokens: that the requests have already.
+        """
+        if self.pages is None:
+            return len(requests)
+        firsts = [self.first_positions(request, new_tokens) for request in requests]
+        new = [self._growth(*pair, new_tokens) for pair in zip(requests, firsts, strict=True)]
+        running = {
+            slot: self._growth(row.request, self.pages.positions[slot], len(row.tokens))
+            for slot, row in enumerate(self.rows)
+            if row is not None and self.pages.positions[slot]
+        }
+        return self.pages.num_fitting(new, running, ahead=self.call_tokens)
+
+    def _growth(self, request: Request, positions: int, new_tokens: int) -> Growth:
+        tokens = self.forecast.new_tokens(request.max_new_tokens, new_tokens)
+        end = cache_length_for(self.runtime.spec, len(request.prompt_ids) + tokens)
+        return Growth(positions, end, tokens - new_tokens)
 
     @property
     def spoiled(self) -> np.ndarray:
@@ -385,6 +411,8 @@ class Slots:
             if len(row.tokens) > before:
                 events.append(row.as_update())
             if reason is not None:
+                if reason in ("stop", "length"):
+                    self.forecast.learn(row.request.max_new_tokens, len(row.tokens))
                 events.append(row.as_completion(reason, error))
                 self.rows[slot] = None
         ended = np.array([row is None for row in self.rows])

@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxspec import cache
+from jaxspec.cache import pages_for
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.pages import PagePool
+from jaxspec.engine.length_forecast import FIRST_TOKENS, HISTORY, LengthForecast
+from jaxspec.engine.pages import Growth, PagePool
 from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.engine.request import Completion, Request
@@ -142,10 +146,12 @@ def check_preemption(pair: tuple[str, str | None], **options: Any) -> None:
         assert_no_page_is_lost(paged)
 
 
+@pytest.mark.usefixtures("rows_outgrow_memory")
 def test_rows_that_are_preempted_go_on_as_if_they_had_not_been() -> None:
     check_preemption(("31b", "mtp"), draft_sampling=True)
 
 
+@pytest.mark.usefixtures("rows_outgrow_memory")
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [*PAIRS, ("31b", None)])
 @pytest.mark.parametrize(
@@ -164,6 +170,7 @@ def test_every_pair_is_preempted(
     check_preemption(pair, draft_sampling=pair[1] is not None, **options)
 
 
+@pytest.mark.usefixtures("rows_outgrow_memory")
 def test_a_preempted_request_can_be_cancelled_and_the_oldest_never_waits() -> None:
     paged = short_of_memory()
     scheduler, order = paged._scheduler, []
@@ -178,6 +185,81 @@ def test_a_preempted_request_can_be_cancelled_and_the_oldest_never_waits() -> No
     assert len(order) == 4
     assert (0, "length") in order
     assert_no_page_is_lost(paged)
+
+
+def test_rows_are_admitted_that_have_room_until_they_end() -> None:
+    """Without a request that ended before, each is expected to get all the tokens that it may have."""
+    paged = short_of_memory()
+    for i in range(6):
+        paged.add(request(range(20 + i, 36 + i), 70 if i % 2 else 8, id=i))
+    most = 0
+    while not paged.is_idle:
+        paged.step()
+        most = max(most, paged.num_running)
+    assert paged.num_preemptions == 0
+    assert most >= 2
+    assert_no_page_is_lost(paged)
+
+
+def test_the_forecast_learns_from_requests_that_ended() -> None:
+    forecast = LengthForecast()
+    assert forecast.new_tokens(300) == 300
+    assert forecast.new_tokens(32768) == FIRST_TOKENS
+    for _ in range(HISTORY // 2):
+        forecast.learn(32768, 100)
+        forecast.learn(32768, 500)
+    assert 290 <= forecast.new_tokens(32768) <= 310
+    assert 490 <= forecast.new_tokens(32768, 200) <= 520
+    assert forecast.new_tokens(32768, 2000) == 2000  # nothing is known of such
+    assert forecast.new_tokens(300) == 300  # another kind
+
+
+def plainly_fitting(
+    pool: PagePool, new: list[Growth], running: dict[int, Growth], ahead: int
+) -> int:
+    """Return what `num_fitting` does, by going through all times for each number of rows."""
+    (slots,) = pool.counts
+    has = sum(pages_for(min(slots, growth.positions)) for growth in running.values())
+    for count in range(1, len(new) + 1):
+        rows = [*running.values(), *new[:count]]
+        for time in range(1 + max(growth.left for growth in rows)):
+            needed = 0
+            for growth in rows:
+                if time <= growth.left:
+                    positions = min(growth.end, growth.end - growth.left + time + ahead)
+                    needed += pages_for(min(slots, max(growth.positions, positions)))
+            if needed > pool.num_without_rows[slots] + has:
+                return count - 1
+    return len(new)
+
+
+@given(data=st.data())
+def test_rows_fit_whose_pages_suffice_at_all_times(data: st.DataObject) -> None:
+    numbers = st.tuples(st.integers(1, 60), st.integers(0, 120), st.integers(0, 60))
+    growths = numbers.map(lambda three: Growth(*three))
+    running = data.draw(st.lists(growths, max_size=3))
+    new = data.draw(st.lists(growths, max_size=4))
+    ahead = data.draw(st.integers(0, 20))
+    pool = PagePool(8, {96: data.draw(st.integers(26, 60))})
+    for row, growth in enumerate(running):
+        pool.take(row, growth.positions)
+    grown = dict(enumerate(running))
+    assert pool.num_fitting(new, grown, ahead=ahead) == plainly_fitting(pool, new, grown, ahead)
+
+
+def test_pages_that_another_row_has_stay_when_a_row_ends() -> None:
+    pool = PagePool(3, {96: 1 + 8})
+    pool.take(0, 48)
+    shared = {place: int(page) for place, page in enumerate(pool.tables[96][0][:4])}
+    pool.take(1, 48, {96: shared})  # all pages are taken
+    long, short = Growth(48, 48, 40), Growth(48, 48, 10)
+    assert pool.num_fitting([Growth(1)], {0: long, 1: short}) == 0
+    pool.release(1)
+    pool.take(1, 40, {96: shared})
+    short = Growth(40, 40, 10)
+    assert pool.num_fitting([Growth(8)], {0: long, 1: short}) == 1
+    assert pool.num_fitting([Growth(8, 16, 30)], {0: long, 1: short}) == 1  # two are free then
+    assert pool.num_fitting([Growth(8, 24, 30)], {0: long, 1: short}) == 0
 
 
 def test_short_requests_share_memory_that_one_long_row_would_take() -> None:
@@ -242,6 +324,7 @@ def test_warm_up_compiles_all_programs_of_pages() -> None:
     assert_no_page_is_lost(paged)
 
 
+@pytest.mark.usefixtures("rows_outgrow_memory")
 @pytest.mark.slow
 def test_rows_that_give_up_their_pages_read_no_longer_prompts() -> None:
     """An engine that was warmed up for their prompts alone compiles nothing when they come back."""
@@ -266,7 +349,7 @@ def test_a_pool_never_gives_a_page_twice() -> None:
         if row in held:
             pool.release(row)
             del held[row]
-        elif pool.num_fitting([positions := rng.randint(1, 64)]):
+        elif pool.num_fitting([Growth(positions := rng.randint(1, 64))]):
             pool.take(row, positions)
             held[row] = positions
             assert (pool.tables[64][row] != cache.NO_PAGE).sum() == -(-positions // 8)

@@ -44,7 +44,7 @@ TOLERANCE = 1e-3
 
 
 @pytest.fixture(autouse=True)
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pages(monkeypatch: pytest.MonkeyPatch, wrong_forecasts: None) -> None:
     monkeypatch.setattr(cache, "PAGE", 4)
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
 

@@ -130,7 +130,7 @@ SOME_PREFIXES = 3  # that the store has room for in host memory
 
 
 @pytest.fixture(autouse=True)
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pages(monkeypatch: pytest.MonkeyPatch, wrong_forecasts: None) -> None:
     monkeypatch.setattr(cache, "PAGE", 4)
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
 

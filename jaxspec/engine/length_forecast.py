@@ -1,0 +1,55 @@
+"""A forecast of how long requests will become, from those that have ended.
+
+The scheduler admits as many rows as will have pages until they end, see `PagePool.num_fitting`.
+Where the forecast is too low, rows are preempted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+FIRST_TOKENS = 1024
+"""New tokens that a request is expected to get before any like it has ended, if it may have as many."""
+FIRST_WEIGHT = 8
+"""So many ended requests count as much as this first guess."""
+HISTORY = 64
+"""Ended requests that are remembered of each kind."""
+
+
+class LengthForecast:
+    """The share of the tokens that requests may have, and that they get.
+
+    Requests are alike whose limits, `max_new_tokens`, have the same number of binary digits.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
+
+    def learn(self, max_new_tokens: int, num_tokens: int) -> None:
+        """Take note of a request that has ended.
+
+        Args:
+          max_new_tokens: that it might have.
+          num_tokens: that it got; the same number where it ended for its length.
+        """
+        if max_new_tokens > 0:
+            self._of(max_new_tokens).append(num_tokens / max_new_tokens)
+
+    def new_tokens(self, max_new_tokens: int, num_tokens: int = 0) -> int:
+        """Return the new tokens that a request is expected to have in the end.
+
+        Args:
+          max_new_tokens: that it may have.
+          num_tokens: that it has already. Requests that ended with fewer tell nothing about it.
+        """
+        longer = [s for s in self._of(max_new_tokens) if s * max_new_tokens > num_tokens]
+        if not longer:
+            return num_tokens
+        return min(max_new_tokens, round(max_new_tokens * sum(longer) / len(longer)))
+
+    def _of(self, max_new_tokens: int) -> deque[float]:
+        """Return the shares of requests like this one, the newest last."""
+        shares = self._shares[max_new_tokens.bit_length()]
+        if not shares:
+            shares.extend([min(1.0, FIRST_TOKENS / max_new_tokens)] * FIRST_WEIGHT)
+        return shares
