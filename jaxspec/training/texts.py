@@ -277,11 +277,36 @@ def read_prompts(
 
 
 def write_texts(path: Path, texts: Iterable[Text]) -> None:
-    """Write texts as a file that `read_texts` reads, one after the other."""
-    with path.open("w", encoding="utf-8") as file:
+    """Add texts to a file that `read_texts` reads, one after the other. Each is there once it was yielded."""
+    with path.open("a", encoding="utf-8", buffering=1) as file:
         for text in texts:
             values = {"prompt_ids": text.prompt, "token_ids": text.answer}
             file.write(json.dumps(values) + "\n")
+
+
+def take_answered(path: Path, prompts: Iterator[tuple[int, ...]]) -> int:
+    """Take the prompts that a file of `write_texts` has answers to off the prompts, and return their number.
+
+    What a killed process left of its last line is cut off.
+
+    Raises:
+      DataError: an answer is to another prompt.
+    """
+    if not path.exists():
+        return 0
+    count = whole = 0
+    with path.open("rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            if tuple(json.loads(line)["prompt_ids"]) != next(prompts, None):
+                raise DataError(
+                    f"{path}, line {count + 1} answers another prompt than --data has there: remove "
+                    "the file to answer all prompts anew"
+                )
+            count, whole = count + 1, whole + len(line)
+        file.truncate(whole)
+    return count
 
 
 def _lines(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:

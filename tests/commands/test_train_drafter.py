@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec.commands.check.text import cut
+from jaxspec.commands.train_drafter import run as command_run
+from jaxspec.rollout.sampler import Sampler
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.loading import load_drafter
 from jaxspec.weights.measured_acceptance import read_acceptance, write_acceptance
@@ -57,6 +60,69 @@ def test_a_run_writes_a_drafter_that_loads(invoke: Run, data: str, tmp_path: Pat
     again = invoke(*command, *SHORT, "--regenerate", "--answer-tokens", "9")
     assert again.code == 2
     assert "the run is over; give another --out" in " ".join(again.stderr.split())
+
+
+class Killed(BaseException):
+    """The end of a run that was killed."""
+
+
+def test_answers_go_on_where_a_killed_run_was(
+    invoke: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn answers are those of a run that was not killed. The template turns thinking on in each prompt."""
+    turns = [[{"role": "user", "content": chr(97 + i)}] for i in range(12)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"messages": x}) + "\n" for x in turns))
+    command = ["train-drafter", "target", "--from", "drafter", "--data", str(data), *SHORT]
+    command += ["--regenerate", "--answer-tokens", "9", "--temperature", "1", "--batch-size", "1"]
+    call, sizes = Sampler.__call__, []
+
+    def counted(self: Sampler, *args: Any, **kwargs: Any) -> Any:
+        if self.max_new_tokens == 9:
+            sizes.append(len(args[2]))
+        if dies and len(sizes) == 2:
+            raise Killed
+        return call(self, *args, **kwargs)
+
+    def ends(*args: Any) -> Any:
+        raise Killed  # answers are all that is looked at
+
+    dies = False
+    monkeypatch.setattr(Sampler, "__call__", counted)
+    monkeypatch.setattr(command_run, "train", ends)
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    with pytest.raises(Killed):
+        invoke(*command, "--thinking", "--out", str(whole))
+    assert sizes == [8, 4]
+    dies, sizes[:] = True, []
+    with pytest.raises(Killed):
+        invoke(*command, "--thinking", "--out", str(out))
+    assert not (out / "texts.jsonl").exists()
+    dies, sizes[:] = False, []
+    with (out / "texts.partial").open("a") as file:
+        file.write('{"prompt_ids": [2, ')
+    refused = invoke(*command, "--out", str(out))
+    assert refused.code == 2
+    assert "holds answers with another --thinking: give" in " ".join(refused.stderr.split())
+    with pytest.raises(Killed):
+        invoke(*command, "--thinking", "--out", str(out))
+    assert sizes == [4]
+    assert (out / "texts.jsonl").read_text() == (whole / "texts.jsonl").read_text()
+    rows = [json.loads(x) for x in (out / "texts.jsonl").read_text().splitlines()]
+    tokenizer = Tokenizer.load(Path("target"))
+    thinking = [list(tokenizer.apply_chat(x, enable_thinking=True)) for x in turns]
+    assert [row["prompt_ids"] for row in rows] == thinking
+    assert thinking[0] != list(tokenizer.apply_chat(turns[0]))
+
+
+def test_answers_to_other_prompts_are_refused(invoke: Run, data: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "texts.partial").write_text('{"prompt_ids": [2, 7], "token_ids": [8]}\n')
+    command = ["train-drafter", "target", "--from", "drafter", "--data", data, "--out", str(out)]
+    done = invoke(*command, "--regenerate")
+    assert done.code == 2
+    assert "line 1 answers another prompt than --data has there" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,12 @@ def main() -> None:
     again = train(made, there, start, texts(), directory / "killed", running)
     found["resumed_from"] = again.resumed_from
     found["equal"] = all(np.array_equal(again.params[n], whole.params[n]) for n in whole.params)
+    # Features are made on the mesh, and read onto it.
+    kept = dataclasses.replace(running, features=directory / "features")
+    cached = train(made, there, start, texts(), directory / "cached", kept)
+    off = [np.abs(cached.params[n] - whole.params[n]).ravel() > 1e-4 for n in whole.params]
+    found["features"] = len(list((directory / "features").glob("*.safetensors")))
+    found["far with features"] = float(np.mean(np.concatenate(off)))
     print(json.dumps(found))
 
 

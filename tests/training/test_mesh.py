@@ -29,6 +29,7 @@ def test_a_mesh_trains_what_one_device_trains(case: str, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("far") < 1e-2
+    assert found.pop("far with features") < 1e-2
     for name in ("loss", "norm"):
         spread, alone = found.pop(name)
         assert spread == pytest.approx(alone, rel=1e-4)
@@ -38,4 +39,5 @@ def test_a_mesh_trains_what_one_device_trains(case: str, tmp_path: Path) -> None
         "misplaced": [],
         "resumed_from": 2,
         "equal": True,
+        "features": 1,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from jaxspec.registry import family_of
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.training import new
+from jaxspec.training.features import digest_of
 from jaxspec.training.objectives import usual_weights
 from jaxspec.training.options import RunOptions, TrainingOptions, loss_terms
 from jaxspec.training.run import Notify, TrainingResult, train
@@ -35,6 +37,7 @@ from jaxspec.training.texts import (
     Texts,
     read_prompts,
     read_texts,
+    take_answered,
     write_texts,
     write_tokens,
 )
@@ -47,7 +50,7 @@ from jaxspec.weights.measured_acceptance import read_acceptance, write_acceptanc
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.saving import save, save_hf
 
-TEXTS, TOKENS = "texts.jsonl", "tokens"
+TEXTS, TOKENS, ANSWERS = "texts.jsonl", "tokens", "answers.json"
 TURNS = 8
 """Prompts of a call of the sampler, for each of its slots: rows that end make room for others."""
 
@@ -140,17 +143,26 @@ def _texts(
     begun: LoadedModel | None,
     notify: Notify,
 ) -> Texts:
-    """Read the texts into a file of ids. With --regenerate the target writes them first, with the drafter."""
+    """Read the texts into a file of ids. With --regenerate the target writes them first, with the drafter.
+
+    Prompts that leave no room for an answer are left out. A run that was killed goes on behind its last answer.
+    """
     assert drafter.out is not None
     tokenizer = functools.cache(lambda: Tokenizer.load(target.directory))
     stops = target.generation.eos_token_ids if target.generation else ()
     data = drafter.data
     if answers.regenerate:
+        _check_answers(drafter.out, answers, target)
         data = (drafter.out / TEXTS,)
         if not data[0].exists():
             prompts = read_prompts(drafter.data, tokenizer=tokenizer, thinking=answers.thinking)
             temporary = data[0].with_suffix(".partial")
-            write_texts(temporary, _answered(answers, target, begun, prompts, notify))
+            longest = target.config.max_positions - answers.answer_tokens - 32
+            fitting = (ids for ids in prompts if len(ids) <= longest)
+            count = take_answered(temporary, fitting)
+            if count:
+                notify(f"{count} prompts were answered before")
+            write_texts(temporary, _answered(answers, target, begun, fitting, count, notify))
             temporary.replace(data[0])
     texts = read_texts(
         data,
@@ -163,30 +175,57 @@ def _texts(
     return write_tokens(place, texts)
 
 
+def _check_answers(out: Path, answers: RegenerateOptions, target: LoadedModel) -> None:
+    """Write down what answers depend on, or compare it with those that are there.
+
+    Raises:
+      UsageError: a run was begun there with other answers.
+    """
+    about = {
+        "--answer-tokens": answers.answer_tokens,
+        "--temperature": answers.temperature,
+        "--thinking": answers.thinking,
+        "target": f"{target.model_def!r} {digest_of(target.params)}",
+    }
+    file = out / ANSWERS
+    if not file.exists():
+        file.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        return
+    there = json.loads(file.read_text(encoding="utf-8"))
+    if other := [name for name, value in about.items() if there.get(name) != value]:
+        raise UsageError(
+            f"{out} holds answers with another {', '.join(other)}: give the options of that run to go on with it, "
+            "or another --out"
+        )
+
+
 def _answered(
     answers: RegenerateOptions,
     target: LoadedModel,
     begun: LoadedModel | None,
     prompts: Iterator[tuple[int, ...]],
+    count: int,
     notify: Notify,
 ) -> Iterator[Text]:
-    """Yield prompts with the target's answers. Prompts that leave no room for an answer are left out."""
+    """Yield prompts with the target's answers.
+
+    Args:
+      count: prompts that were answered before. Seeds go on from there.
+    """
     sampler = Sampler(
         target, begun, max_new_tokens=answers.answer_tokens, batch_size=answers.batch_size
     )
-    longest = target.config.max_positions - answers.answer_tokens - 32
     sampling = Sampling(temperature=answers.temperature)
-    fitting = (ids for ids in prompts if len(ids) <= longest)
     drafter_params = None if begun is None else begun.params
-    count, begin = 0, time.perf_counter()
-    while batch := list(itertools.islice(fitting, TURNS * answers.batch_size)):
+    before, begin = count, time.perf_counter()
+    while batch := list(itertools.islice(prompts, TURNS * answers.batch_size)):
         seeds = np.arange(count, count + len(batch))
         result = sampler(target.params, drafter_params, batch, sampling, seeds)
         tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
         for prompt, row, length in zip(batch, tokens, lengths, strict=True):
             yield Text(prompt, tuple(row[:length].tolist()))
         count += len(batch)
-        rate = count / (time.perf_counter() - begin)
+        rate = (count - before) / (time.perf_counter() - begin)
         notify(f"the target has answered {count} prompts; {rate:.1f} a second")
 
 
