@@ -8,7 +8,7 @@ update, on the rollouts that are there anyway: it learns to draft what the polic
 
 Every few updates 128 texts are generated anew, at temperature 1, in each of these ways. A row of the table has
 the mean tokens of a verify step, and the seconds of processor time of one call, which other programs on the
-machine disturb less than the clock.
+machine disturb less than the clock. `examples/08_moving_policy.py` is the loop without the comparison.
 
     kept            the drafter as it was, 3 draft tokens
     one draft       the same, 1 draft token
@@ -34,8 +34,9 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec.api import BUNDLED
-from jaxspec.shapes import Array, Int, Params
-from scripts.train_bundled.drafter import draft_logits
+from jaxspec.shapes import Array, Params
+from jaxspec.training.options import LossWeights, TrainingOptions
+from jaxspec.training.trainer import Trainer
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 16, 24
 EVALUATED = 16  # samples of each prompt
@@ -43,13 +44,18 @@ DRAFTER_STEPS = 2  # of the drafter's training after an update
 
 pair = jaxspec.load()
 target, drafter = pair
-model_defs = (target.model_def, drafter.model_def)
 held_out = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
 prompts = jnp.asarray([p["ids"][:PROMPT_TOKENS] for p in held_out[:PROMPTS]])
 ends_line = jnp.asarray(["\n" in pair.decode([i]) for i in range(target.config.vocab_size)])
 sampling = jaxspec.Sampling(temperature=1.0)
 policy_optimizer = optax.rmsprop(3e-4)
-drafter_optimizer = optax.adam(3e-4)
+trainer = Trainer(
+    target,
+    drafter,
+    # So many steps that the rate hardly falls. Every place of an answer is drafted after.
+    TrainingOptions(steps=10_000, warmup=0.0, anchors=NEW_TOKENS, learning_rate=3e-4),
+    weights=LossWeights(decay=2.0),
+)
 
 
 def sampler_of(drafting: jaxspec.Drafting | None, samples: int) -> jaxspec.Sampler:
@@ -90,28 +96,6 @@ def update_policy(params: Params, state: Any, result: Any) -> tuple[Params, Any,
     return optax.apply_updates(params, changes), state, jnp.mean(rewards)  # type: ignore[return-value]
 
 
-@jax.jit
-def update_drafter(
-    target_params: Params, params: Params, state: Any, tokens: Int[Array, "R M"]
-) -> tuple[Params, Any]:
-    """Take a step towards drafting what the policy wrote, from every place that has a whole block after it."""
-    text = jnp.concatenate([jnp.repeat(prompts, SAMPLES, axis=0), tokens], axis=1)
-    block = drafter.config.block_size
-    places = jnp.arange(PROMPT_TOKENS - 1, text.shape[1] - block + 1)
-    anchors = jnp.broadcast_to(places, (len(text), len(places)))
-    labels = text[:, (places[:, None] + jnp.arange(1, block)).ravel()]
-    labels = labels.reshape(len(text), len(places), block - 1)
-
-    def loss(params: Params) -> Array:
-        logits = draft_logits(model_defs, target_params, params, text, anchors)
-        logprobs = jax.nn.log_softmax(logits)
-        chosen = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
-        return -jnp.mean(chosen * jnp.exp(-jnp.arange(block - 1) / 2))  # early drafts count most
-
-    changes, state = drafter_optimizer.update(jax.grad(loss)(params), state)
-    return optax.apply_updates(params, changes), state  # type: ignore[return-value]
-
-
 def measured(
     params: Params, drafters: dict[str, Params], seed: int
 ) -> dict[str, tuple[float, float]]:
@@ -136,19 +120,20 @@ def main(
 ) -> None:
     """Train, measure, print."""
     params, state = target.params, policy_optimizer.init(target.params)
-    learned, learned_state = drafter.params, drafter_optimizer.init(drafter.params)
+    state_of_drafter = trainer.init(drafter.params)
     rows = []
     console = Console()
     for i in range(updates + 1):
         result = rollouts(params, drafter.params, prompts, sampling, i)
         reward = float(jnp.mean(ends_line[result.tokens]))
         if i % every == 0:
-            found = measured(params, {"retrained": learned}, 1000 + i)
+            found = measured(params, {"retrained": trainer.params(state_of_drafter)}, 1000 + i)
             rows.append({"update": i, "reward": reward, **found})
             print(json.dumps(rows[-1]), flush=True)
         params, state, _ = update_policy(params, state, result)
+        texts = jaxspec.Sequences.of(jnp.repeat(prompts, SAMPLES, axis=0), result)
         for _ in range(DRAFTER_STEPS):
-            learned, learned_state = update_drafter(params, learned, learned_state, result.tokens)
+            state_of_drafter, _ = trainer.update(state_of_drafter, params, texts)
     table = Table("updates", "reward", *WAYS)
     for row in rows:
         cells = (f"{row[name][0]:.2f} ({row[name][1]:.2f} s)" for name in WAYS)

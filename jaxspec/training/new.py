@@ -57,7 +57,7 @@ def new_config(
       mask_token_id: of block drafters; None for that of released ones.
       container: of block drafters, one of `CONTAINERS`. A drafter in that of speculators has copies of the
         target's embedding and head, does not scale the first nor bend logits, and has windows that begin
-        before the anchor: that container has no keys to say otherwise.
+        before the anchor: that container has no keys to say otherwise. Of DSpark, sliding layers are causal there.
 
     Raises:
       ConfigError: there is no such drafter for this target.
@@ -71,6 +71,14 @@ def new_config(
         raise ConfigError(f"container is {container}; expected one of {', '.join(CONTAINERS)}")
     if not hasattr(config, "block_size"):
         raise ConfigError(f"a drafter of kind {kind} has one layout only: leave the container out")
+    if kind == "dspark":
+        # vLLM 0.26 makes fc for as many feature layers as there are layers, and has sliding layers causal.
+        count = config.num_layers
+        config = dataclasses.replace(
+            config,
+            feature_layers=default_feature_layers(target.num_layers, count),
+            causal=tuple(layer == "sliding" for layer in config.layer_types),
+        )
     return dataclasses.replace(
         config,
         container=container,
@@ -256,18 +264,32 @@ def _table(target: LoadedModel, *, lookup: bool) -> Array:
 # --- files -------------------------------------------------------------------------------------------
 
 
-def write_hf(directory: Path, config: ModelConfig, params: Params, dtype: str) -> None:
+def write_hf(
+    directory: Path,
+    config: ModelConfig,
+    params: Params,
+    dtype: str,
+    target: LoadedModel | None = None,
+) -> None:
     """Write a new drafter in the layout of its container: z-lab's, speculators', or that of the assistants.
 
     Every convention on which engines disagree is in config.json.
 
     Args:
       directory: empty.
+      target: what it drafts for. speculators' layout names it, and vLLM reads no file there without that name.
 
     Raises:
       CheckpointError: the layout cannot hold this config.
     """
     values, generation = hf_config(config)
+    if target is not None and "speculators_config" in values:
+        file = target.directory / "config.json"
+        about = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        values["speculators_config"]["verifier"] = {
+            "name_or_path": target.source,
+            "architectures": about.get("architectures", []),
+        }
     family = family_of(config)
     if (again := family.read(values, generation)) != config:
         other = [
@@ -294,7 +316,10 @@ def _zlab(c: Any) -> dict[str, Any]:
     (family,) = (f for f in families("drafter") if f.config is type(c))
     own: dict[str, Any] = {"mask_token_id": c.mask_token_id}
     own |= {"target_layer_ids": list(c.feature_layers), "scale_embeddings": c.scale_embeddings}
-    own["causal"] = c.causal[0] if len(set(c.causal)) == 1 else list(c.causal)
+    if len(set(c.causal)) == 1:
+        own["causal"] = c.causal[0]
+    elif family.name != "dflash" or c.causal != tuple(kind == "sliding" for kind in c.layer_types):
+        own["causal"] = list(c.causal)  # vLLM would take a list for True; it has the other case by itself
     if isinstance(getattr(c, "selector_top_k", None), int):
         names = [f.name for f in dataclasses.fields(c) if f.name not in _fields(c)]
         own |= {name: getattr(c, name) for name in names}

@@ -54,6 +54,42 @@ def test_files_of_a_new_drafter_load_and_come_back_to_the_byte(
         assert (tmp_path / "again" / file).read_bytes() == (hf / file).read_bytes()
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_files_say_what_vllm_asks_for(kind: str, tmp_path: Path) -> None:
+    """Without a verifier vLLM 0.26 refused speculators' files of ours. A DSpark drafter could not be loaded.
+
+    Its DSpark has features for as many layers as there are, and sliding layers are causal. A list of answers to
+    `causal` is True to it: what a DFlash file does not say, it takes for the kinds of the layers.
+    """
+    target_config = PRESETS["26b-a4b"]
+    made: Any = new.new_config(kind, target_config, container="speculators")
+    if kind == "dspark":
+        assert len(made.feature_layers) == made.num_layers == 5
+        assert made.causal == (True, True, True, True, False)
+    else:
+        assert made.causal == (False,) * 5
+    small = new.new_config(kind, tiny_pair.TARGET, block_size=5, container="speculators")
+    params = new.start_params(model_def_of(small, "float32"), target(), seed=0)
+    (of_target := tmp_path / "target").mkdir()
+    (of_target / "config.json").write_text('{"architectures": ["Gemma4ForCausalLM"]}')
+    loaded = dataclasses.replace(target(), directory=of_target, source="some/target")
+    (hf := tmp_path / "hf").mkdir()
+    new.write_hf(hf, small, params, "float32", loaded)
+    values = json.loads((hf / "config.json").read_text())
+    assert values["speculators_config"]["verifier"] == {
+        "name_or_path": "some/target",
+        "architectures": ["Gemma4ForCausalLM"],
+    }
+    assert load_drafter(str(hf), dtype="float32").config == small
+    of_zlab: Any = new.new_config(kind, target_config)
+    for causal in ((True, True, True, True, False), (False, True, True, True, False)):
+        mixed = dataclasses.replace(of_zlab, causal=causal)
+        values = new.hf_config(mixed)[0]
+        left_out = kind == "dflash" and causal[0]
+        assert values["dflash_config"].get("causal") == (None if left_out else list(causal))
+        assert family_of(mixed).read(values, None) == mixed
+
+
 @pytest.mark.parametrize("kind", new.kinds())
 def test_every_released_size_has_a_config(kind: str) -> None:
     """Of Qwen3, which has no layers with windows, there are no assistants."""

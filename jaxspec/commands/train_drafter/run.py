@@ -103,7 +103,7 @@ def run(
     texts = _texts(drafter, answers, target, begun, notify)
     result = train(trainer, target, start, texts, drafter.out, running, notify, announce)
     same = begun is not None and begun.model_def.config == model_def.config
-    _write(drafter.out, model_def, begun if same else None, result, dtype)
+    _write(drafter.out, model_def, begun if same else None, target, result, dtype)
     recorded = _record(drafter, running, target, result, hub, notify)
     _report(console, drafter.out, target, model_def, result, recorded)
 
@@ -230,7 +230,12 @@ def _answered(
 
 
 def _write(
-    out: Path, model_def: ModelDef, begun: LoadedModel | None, result: TrainingResult, dtype: str
+    out: Path,
+    model_def: ModelDef,
+    begun: LoadedModel | None,
+    target: LoadedModel,
+    result: TrainingResult,
+    dtype: str,
 ) -> None:
     """Write the drafter as a directory of ours, and in the layout of the releases.
 
@@ -240,7 +245,7 @@ def _write(
     ours, hf = out / "drafter", out / "drafter-hf"
     if begun is None:
         with atomic_directory(hf) as (temporary, _):
-            new.write_hf(temporary, model_def.config, result.params, dtype)
+            new.write_hf(temporary, model_def.config, result.params, dtype, target)
         convert(hf, ours)
         return
     model = dataclasses.replace(begun, params=result.params)
