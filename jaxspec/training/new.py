@@ -319,7 +319,8 @@ def _zlab(c: Any) -> dict[str, Any]:
     if len(set(c.causal)) == 1:
         own["causal"] = c.causal[0]
     elif family.name != "dflash" or c.causal != tuple(kind == "sliding" for kind in c.layer_types):
-        own["causal"] = list(c.causal)  # vLLM would take a list for True; it has the other case by itself
+        # A list is True to vLLM. What is left out here it has by itself.
+        own["causal"] = list(c.causal)
     if isinstance(getattr(c, "selector_top_k", None), int):
         names = [f.name for f in dataclasses.fields(c) if f.name not in _fields(c)]
         own |= {name: getattr(c, name) for name in names}
