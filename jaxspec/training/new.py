@@ -316,18 +316,13 @@ def _zlab(c: Any) -> dict[str, Any]:
     (family,) = (f for f in families("drafter") if f.config is type(c))
     own: dict[str, Any] = {"mask_token_id": c.mask_token_id}
     own |= {"target_layer_ids": list(c.feature_layers), "scale_embeddings": c.scale_embeddings}
-    if len(set(c.causal)) == 1:
-        own["causal"] = c.causal[0]
-    elif family.name != "dflash" or c.causal != tuple(kind == "sliding" for kind in c.layer_types):
-        # A list is True to vLLM. What is left out here it has by itself.
-        own["causal"] = list(c.causal)
     if isinstance(getattr(c, "selector_top_k", None), int):
         names = [f.name for f in dataclasses.fields(c) if f.name not in _fields(c)]
         own |= {name: getattr(c, name) for name in names}
     if getattr(c, "markov_rank", None) is not None:
         own |= {"projector_type": "dspark", "sample_from_anchor": c.sample_from_anchor}
         own |= _markov(c)
-    return {
+    values = {
         **_layers(c),
         "architectures": [family.architectures[0]],
         "block_size": c.block_size,
@@ -337,6 +332,12 @@ def _zlab(c: Any) -> dict[str, Any]:
         "rope_theta": c.rope_theta,
         "tie_word_embeddings": False,
     }
+    if len(set(c.causal)) == 1:
+        own["causal"] = c.causal[0]
+    elif family.read(values, None) != c:
+        # A list is True to vLLM. What readers take of themselves is left out.
+        own["causal"] = list(c.causal)
+    return values
 
 
 def _layers(c: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -55,6 +56,8 @@ def test_a_run_writes_a_drafter_that_loads(invoke: Run, data: str, tmp_path: Pat
     assert [x["token_ids"] for x in written] == [list(x.token_ids) for x in by_the_target]
     steps = [json.loads(x)["step"] for x in (out / "curves.jsonl").read_text().splitlines()]
     assert steps == [0, 2, 4]
+    if importlib.util.find_spec("matplotlib"):
+        assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert read_acceptance(start) is not None
     assert [read_acceptance(out / name) for name in ("drafter", "drafter-hf")] == [None, None]
     again = invoke(*command, *SHORT, "--regenerate", "--answer-tokens", "9")
