@@ -20,6 +20,8 @@ from jaxspec.cache import NO_PAGE, HostTables, pages_for
 
 Numbers = dict[int, list[int]]
 """Numbers of pages, by the slots that a row has in their caches."""
+RESERVE = 50
+"""One page of so many is not counted on when rows are admitted beside others."""
 
 
 class Growth(NamedTuple):
@@ -95,32 +97,34 @@ class PagePool:
     ) -> int:
         """Return how many of the first new rows can have pages until they end, if they share none.
 
-        All rows are taken to grow at the same pace until they end, and to free their pages then.
+        All rows are taken to grow at the same pace until they end, and to free their pages then. They
+        do not quite, so a few pages are left for those that have pages.
 
         Args:
           new: rows without pages.
           running: rows that have pages.
           ahead: tokens for which rows have pages before the tokens are there.
         """
-        if not new:
+        left = self.num_without_rows
+        first = self.pages(new[0].positions) if new else {}
+        if not new or any(pages > left[slots] for slots, pages in first.items()):
             return 0
         running = running or {}
-        rows = [*running.values(), *new]
-        now, end, left = (np.array(column) for column in zip(*rows, strict=True))
-        times = np.unique(np.append(left, 0))[:, None]  # [T, 1], tokens from now
-        is_there = times <= left  # [T, R]
-        positions = np.maximum(now, end - np.maximum(0, left - times - ahead))
+        now, end, to_go = (np.array(of) for of in zip(*running.values(), *new, strict=True))
+        times = np.unique(np.append(to_go, 0))[:, None]  # [T, 1], tokens from now
+        is_there = times <= to_go  # [T, R]
+        positions = np.maximum(now, end - np.maximum(0, to_go - times - ahead))
         fits = np.ones(len(new), bool)
-        for slots, free in self.num_without_rows.items():
-            more = np.where(is_there, -(-np.minimum(positions, slots) // cache.PAGE), 0)
-            for column, row in enumerate(running):
-                table = self.tables[slots][row]
-                of_row = self._of_rows[slots][table[table != NO_PAGE]]
-                # Pages that other rows have too stay when the row ends.
-                more[:, column] -= np.where(is_there[:, column], len(of_row), (of_row == 1).sum())
-            of_running = more[:, : len(running)].sum(1, keepdims=True)
-            needed = of_running + more[:, len(running) :].cumsum(1)
-            fits &= needed.max(0) <= free
+        for slots, table in self.tables.items():
+            needed = np.where(is_there, -(-np.minimum(positions, slots) // cache.PAGE), 0)
+            table = table[list(running)]
+            has = (table != NO_PAGE).sum(1)
+            # Pages that other rows have too stay when the row ends.
+            own = ((self._of_rows[slots][table] == 1) & (table != NO_PAGE)).sum(1)
+            of_running = needed[:, : len(running)] - np.where(is_there[:, : len(running)], has, own)
+            needed = of_running.sum(1, keepdims=True) + needed[:, len(running) :].cumsum(1)
+            reserve = (self.counts[slots] - 1) // RESERVE if running else 0
+            fits &= needed.max(0) <= left[slots] - reserve
         return len(new) if fits.all() else int(fits.argmin())
 
     def take(

@@ -98,7 +98,7 @@ class Scheduler:
         self.slots.headroom = CALLS_AHEAD * self.slots.call_tokens + spec.step_tokens
         self._release()
         self._return_preempted()
-        self._start_rows()
+        events += self._start_rows()
         self._admit()
         if self._should_prefill(max_steps):
             self._prefill()
@@ -190,11 +190,18 @@ class Scheduler:
         numbers = {slot: row.number for slot, row in enumerate(self.slots.rows) if row is not None}
         return sorted(prefilled - running, key=lambda slot: numbers[slot])
 
-    def _start_rows(self) -> None:
-        """Let rows decode whose prompts are prefilled, in place of those that have ended."""
+    def _start_rows(self) -> list[Update]:
+        """Let rows decode whose prompts are prefilled, in place of those that have ended.
+
+        Returns:
+          Their first tokens. Sent when they were prefilled, they would be followed by a pause.
+        """
         prefilled = {*self.slots.prefilled}
         self.running = [slot for slot in self.running if slot in prefilled]
-        self.running += self._ready[: self.runtime.batch_size - len(self.running)]
+        started = self._ready[: self.runtime.batch_size - len(self.running)]
+        self.running += started
+        rows = [row for slot in started if (row := self.slots.rows[slot]) is not None]
+        return [update for row in rows for update in row.updates()]
 
     @property
     def _min_free_slots(self) -> int:
@@ -427,4 +434,4 @@ class Scheduler:
             if steps := max(map(len, lengths), default=0):
                 self._step_s = taken_s / steps
             self.draft_length.learn(lengths, taken_s)
-        return slots.collect()
+        return slots.collect(self.running)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -51,6 +51,7 @@ class Row:
       guide: follows its grammar.
       is_prefilled: whether its whole prompt is prefilled, so that its first token is there.
       cached_tokens: prompt tokens that came from the prefix cache.
+      num_sent: tokens of its newest update.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class Row:
     guide: Guide | None = None
     is_prefilled: bool = False
     cached_tokens: int = 0
+    num_sent: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     verify_lengths: list[int] = dataclasses.field(default_factory=list)
@@ -82,7 +84,14 @@ class Row:
         if output.logprobs is not None and new:
             self.logprobs.append(jax.tree.map(lambda x: x[slot, :new], output.logprobs))
 
-    def as_update(self) -> Update:
+    def updates(self) -> list[Update]:
+        """Return its update if it has tokens that none told of, else nothing."""
+        if len(self.tokens) <= self.num_sent:
+            return []
+        self.num_sent = len(self.tokens)
+        return [self._as_update()]
+
+    def _as_update(self) -> Update:
         """Return its tokens so far."""
         sampling = self.request.sampling
         lengths = tuple(self.acceptance_lengths), tuple(self.verify_lengths)
@@ -384,8 +393,12 @@ class Slots:
         self._launched = None
         return taken_s
 
-    def collect(self) -> list[Update | Completion]:
-        """Return the events of the call that `wait` waited for, and free the slots of rows that are done."""
+    def collect(self, running: Container[int]) -> list[Update | Completion]:
+        """Return the events of the call that `wait` waited for, and free the slots of rows that are done.
+
+        Args:
+          running: slots that decode. The others keep their first tokens to themselves until they do.
+        """
         assert self._output is not None
         output = self._output
         self._non_finite = np.array(output.non_finite)
@@ -408,8 +421,8 @@ class Slots:
                 if keep is not None:
                     reason = "stop"
                     del row.tokens[keep:]
-            if len(row.tokens) > before:
-                events.append(row.as_update())
+            if slot in running or reason is not None:
+                events += row.updates()
             if reason is not None:
                 if reason in ("stop", "length"):
                     self.forecast.learn(row.request.max_new_tokens, len(row.tokens))

@@ -538,6 +538,25 @@ def test_a_pass_that_is_not_full_waits_one_call_for_prompts_that_wait() -> None:
     assert any(kind == "pass" and not may_follow for kind, may_follow in kinds)
 
 
+def test_a_row_that_sent_tokens_gets_some_of_every_decode_call() -> None:
+    """A row that was read ahead sent its first token at once, and the next ones seconds later."""
+    made = case(NAME).engine("mixed", batch_size=2, read_ahead=2, steps_per_return=2)
+    for i in range(8):
+        made.add(request(case(NAME).prompts[i % 4], NEW_TOKENS, id=i, seed=i))
+    began: set[Any] = set()
+    first: dict[Any, int] = {}
+    while not made.is_idle:
+        events = made.step()
+        updates = {e.id: len(e.token_ids) for e in events if isinstance(e, Update)}
+        if began & updates.keys():  # a decode call
+            assert began <= updates.keys()
+        first |= {id: count for id, count in updates.items() if id not in first}
+        began |= updates.keys()
+        began -= {e.id for e in events if isinstance(e, Completion)}
+    assert set(first) == set(range(8))
+    assert set(first.values()) == {1}
+
+
 def test_decode_calls_have_no_more_steps_than_running_rows_may_wait_for(monkeypatch) -> None:
     """With 134 rows of 26B-A4B, 16 steps kept all rows waiting for 0.7 seconds."""
     asked = [request(prompt, NEW_TOKENS) for prompt in case(NAME).prompts[:4]]

@@ -14,7 +14,7 @@ from jaxspec import cache
 from jaxspec.cache import pages_for
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.length_forecast import FIRST_TOKENS, HISTORY, LengthForecast
-from jaxspec.engine.pages import Growth, PagePool
+from jaxspec.engine.pages import RESERVE, Growth, PagePool
 from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.engine.request import Completion, Request
@@ -220,6 +220,7 @@ def plainly_fitting(
     """Return what `num_fitting` does, by going through all times for each number of rows."""
     (slots,) = pool.counts
     has = sum(pages_for(min(slots, growth.positions)) for growth in running.values())
+    reserve = (pool.counts[slots] - 1) // RESERVE if running else 0
     for count in range(1, len(new) + 1):
         rows = [*running.values(), *new[:count]]
         for time in range(1 + max(growth.left for growth in rows)):
@@ -228,7 +229,7 @@ def plainly_fitting(
                 if time <= growth.left:
                     positions = min(growth.end, growth.end - growth.left + time + ahead)
                     needed += pages_for(min(slots, max(growth.positions, positions)))
-            if needed > pool.num_without_rows[slots] + has:
+            if needed > pool.num_without_rows[slots] + has - reserve:
                 return count - 1
     return len(new)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import itertools
 import json
@@ -235,6 +236,8 @@ def run(
     """Compile all programs, send a trace through an engine, and return its results."""
     notify("compiling")
     engine.warm_up([request.prompt_tokens for request in trace])
+    gc.collect()
+    gc.freeze()  # as the server does
     programs, before = engine.num_compilations, dataclasses.replace(engine.timings)
     with compilations() as late:
         timings, moments, idle_s = replay(engine, trace, requests, notify)
