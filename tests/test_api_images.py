@@ -101,7 +101,7 @@ def test_drafts_and_neighbours_change_no_token(pair: Pair) -> None:
         pytest.param(
             {}, {"tree": Tree(topk=2, depth=3), "num_draft_tokens": 4}, marks=pytest.mark.slow
         ),
-        ({"kv_dtype": "fp8"}, {}),
+        pytest.param({"kv_dtype": "fp8"}, {}, marks=pytest.mark.slow),
         pytest.param({"quantize": "int4-g16", "quantize_head": "int8"}, {}, marks=pytest.mark.slow),
         pytest.param({"quantize_vision": "int8"}, {}, marks=pytest.mark.slow),
     ],

@@ -45,8 +45,9 @@ def example(name: str) -> Path:
     return path
 
 
-# Minutes on a machine that does other things.
-SLOW = ("07_adapt_drafter", "08_moving_policy")
+# Most of a minute, or minutes. `test_docs` runs rollouts, their scores and gradients of a policy, and
+# `rollout/test_images` embeddings of images that a program makes.
+SLOW = ("04_policy_gradient", "06_images", "07_adapt_drafter", "08_moving_policy")
 
 
 @pytest.mark.parametrize(

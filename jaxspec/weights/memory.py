@@ -7,6 +7,7 @@ it too.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -52,6 +53,7 @@ def bytes_free(mesh: Mesh) -> int | None:
     return None if available is None else available.nbytes // max(1, len(mesh.local_devices))
 
 
+@functools.cache  # a table of rows that fit asks hundreds of times
 def weight_bytes(model_def: ModelDef, mesh: Mesh) -> int:
     """Return the size of a model's weights on each device, in bytes."""
     arrays = jax.tree.leaves(model_def.abstract_params())

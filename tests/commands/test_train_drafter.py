@@ -128,21 +128,17 @@ def test_answers_to_other_prompts_are_refused(invoke: Run, data: str, tmp_path: 
     assert "line 1 answers another prompt than --data has there" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow  # half a minute; `training/test_new` compares directories, `test_check` checks the bundled pair
 @pytest.mark.parametrize(
     "options",
     [
         "--kind dflash --container speculators",
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                "--kind dflash",
-                "--kind dflash2",
-                "--kind dflash2 --container speculators",
-                "--kind dspark",
-                "--kind dspark --container speculators",
-                "--kind mtp",
-            )
-        ),
+        "--kind dflash",
+        "--kind dflash2",
+        "--kind dflash2 --container speculators",
+        "--kind dspark",
+        "--kind dspark --container speculators",
+        "--kind mtp",
     ],
 )
 def test_check_passes_on_what_comes_out(invoke: Run, tmp_path: Path, options: str) -> None:

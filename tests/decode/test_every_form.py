@@ -110,10 +110,7 @@ def p_values(tokens: np.ndarray) -> dict[str, float]:
 
 
 # Drawn drafts; certain ones, judged one by one, are `test_distribution`'s.
-QUICK = {
-    ("unlikely", True, "block"),
-    ("mtp", True, "standard"),
-}
+QUICK = {("unlikely", True, "block")}  # `test_distribution` has others of them, without penalties
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def teacher_forced(c: Case, request: Request, done: Completion) -> tuple[np.ndar
     return plain, np.take_along_axis(shaped[0], new, axis=-1)[:, 0]
 
 
-@pytest.mark.parametrize("drafts", ["none", "mtp", "tree", *slow("mixed")])
+@pytest.mark.parametrize("drafts", ["mtp", *slow("none", "tree", "mixed")])
 def test_logprobs_equal_a_teacher_forced_pass(drafts: str) -> None:
     """All filters in one batch; the target of this feature set suppresses tokens that would else win."""
     c = case("12b")

@@ -98,7 +98,7 @@ def test_greedy_continuations_are_those_of_transformers(
     assert len({*sum(plain, ())}) > 8, "a model that repeats itself shows little"
 
 
-@pytest.mark.parametrize("name", ["mtp", *slow("dflash", "oracle")])
+@pytest.mark.parametrize("name", ["oracle", *slow("dflash", "mtp")])
 def test_drafts_change_no_token(both: Both, plain: list[tuple[int, ...]], name: str) -> None:
     sequences = [[*p.ids.tolist(), *t] for p, t in zip(both.prompts, plain, strict=True)]
     engine = engine_of(both.model, both.drafter(name, sequences), **SIZES)
@@ -179,7 +179,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("drafter", [pytest.param(None, marks=pytest.mark.slow), "dflash"])
+@pytest.mark.parametrize("drafter", [None, *slow("dflash")])
 def test_prompts_that_begin_with_the_same_images_share_them(
     both: Both, drafter: str | None
 ) -> None:

@@ -121,6 +121,7 @@ def test_embeddings_may_be_made_inside_of_jit(
     assert tokens(rollout(*weights)) == expected[:1]
 
 
+@pytest.mark.slow
 def test_a_rollout_goes_on(pair: Pair, prompts: Prompts, expected: list[tuple[int, ...]]) -> None:
     weights = pair.target.params, pair.drafter.params  # type: ignore[union-attr]
     sampler = Sampler(pair, max_new_tokens=NEW_TOKENS // 2, stop_ids=())

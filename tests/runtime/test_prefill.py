@@ -251,6 +251,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_nothing(engine: Engi
     assert done[after].token_ids == c.continuation(1, 4)
 
 
+@pytest.mark.slow  # `test_warm_up` has an engine that can do all
 def test_a_warm_engine_compiles_nothing(engine: Engine) -> None:
     engine.warm_up()
     known = engine.num_compilations

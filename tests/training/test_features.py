@@ -22,6 +22,7 @@ from jaxspec.training.run import TrainingResult, train
 from jaxspec.training.trainer import Trainer
 from jaxspec.weights.define import model_def_of
 from tests import tiny, tiny_pair
+from tests.cases import slow
 from tests.training.test_trainer import OPTIONS, RUN, equal, start, target, texts
 
 USAGE = namedtuple("USAGE", "total used free")
@@ -45,7 +46,7 @@ def run(
     return train(trainer, model, begin, texts(), directory, options, notify)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "mtp"])
+@pytest.mark.parametrize("kind", ["dflash", *slow("mtp")])
 def test_training_with_them_is_training_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -146,7 +146,6 @@ def result(case: str) -> dict[str, Any]:
         return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
     more = (
         "kernels:31b:plain:2:2",
-        "images:2:4:plain",
         "grammars:2:4:mixed",
         "load",
         "cli",
@@ -206,11 +205,10 @@ def test_products_with_codes_on_a_mesh_are_those_on_one_device(format):
     assert len(found) == 8
 
 
-@pytest.mark.parametrize("drafter", ["plain", *slow("dflash")])
+@pytest.mark.parametrize("drafter", slow("plain", "dflash"))
 def test_images_on_a_mesh_are_those_on_one_device(drafter):
     case = f"images:2:4:{drafter}"
-    found = result(case) if drafter == "plain" else results((case,))[case]
-    assert found == {"equal": True, "seen": True}
+    assert results((case,))[case] == {"equal": True, "seen": True}
 
 
 @pytest.mark.parametrize("how", ["2:4:mixed", *slow("1:2:mtp", "4:1:dflash")])
