@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -19,6 +20,8 @@ try:
 except ValueError as refused:  # it reads its variables when it is imported
     raise UsageError(f"JAX cannot start: {refused}") from None
 
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import jaxspec
@@ -52,16 +55,21 @@ def out_of_memory_explained(*lower: str) -> Iterator[None]:
         ) from None
 
 
+HEARTBEAT_S = 30
+"""Seconds after which a process that is gone ends the others. JAX's own default is 100."""
+
+
 def join_processes() -> bool:
     """Join the processes of `jax.distributed`; return whether this is the first of them.
 
     All run the same rounds on the same prompts, so each has all tokens. The first one shows them.
+    When one of them is gone, JAX ends the others with an error, after `HEARTBEAT_S` at most.
 
     Raises:
       UsageError: this process finds no others.
     """
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_S)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
             "--distributed: this process finds no others; start it by Slurm, Open MPI or "
@@ -72,6 +80,26 @@ def join_processes() -> bool:
     )  # it waits for the others: the first process serves them
     interruption.take_back()  # JAX took SIGTERM for a notice of preemption, which nobody reads
     return jax.process_index() == 0
+
+
+def check_agreement(what: str, mine: object) -> None:
+    """Compare something of all processes of `jax.distributed`. Different programs would wait for each other.
+
+    Args:
+      what: in the words of the user.
+      mine: of this process; its `repr` is compared.
+
+    Raises:
+      UsageError: it is not the same in all of them.
+    """
+    digest = hashlib.sha256(repr(mine).encode()).digest()
+    digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
+    others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    if others:
+        raise UsageError(
+            f"--distributed: the {what} of process {', '.join(map(str, others))} are not those of "
+            "process 0; run the same command with the same files in all"
+        )
 
 
 def set_compilation_cache(path: str | None, console: Console) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -680,55 +682,60 @@ def test_the_bundled_pair_writes_text_on_a_terminal(tmp_path: Path) -> None:
     assert "bundled target + bundled dflash · float32 on cpu" in table
 
 
+def two_processes(
+    checkpoints: Path, *args: Sequence[str]
+) -> contextlib.AbstractContextManager[list[subprocess.Popen[str]]]:
+    """Start `jaxspec generate` twice, each with its own arguments, in the environment that Open MPI's `mpirun` sets.
+
+    To a file: on CPUs the library that the processes talk through has a line of its own for standard output.
+    """
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    models = ["--target", "target", "--drafter", "drafter"]
+    command = ["generate", *models, "--distributed", "--mesh", "data=2,model=1"]
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "JAX_COORDINATOR_PORT": str(port),
+    }
+
+    @contextlib.contextmanager
+    def running() -> Iterator[list[subprocess.Popen[str]]]:
+        with contextlib.ExitStack() as stack:
+            pair = []
+            for rank, own in enumerate(args):
+                of_rank = {
+                    name: str(rank)
+                    for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+                }
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "jaxspec", *command, *own],
+                    cwd=checkpoints,
+                    env=os.environ | environment | of_rank,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                pair.append(stack.enter_context(process))
+                stack.callback(process.kill)
+            yield pair
+
+    return running()
+
+
 @pytest.mark.slow  # two more processes that compile
 def test_two_processes_write_what_one_does(
     generate: Run, checkpoints: Path, tmp_path: Path
 ) -> None:
-    """The environment is what Open MPI's `mpirun` sets; the second process writes nothing.
-
-    To a file: on CPUs the library that the processes talk through has a line of its own for standard output.
-    """
+    """The second process writes nothing."""
     args = ["a", "b", "--cache-length", "64", "--max-new-tokens", "12", "--json"]
     expected = generate(*args, "-", "--batch-size", "2").rows
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    command = [
-        "generate",
-        "--target",
-        "target",
-        "--drafter",
-        "drafter",
-        "--distributed",
-        "--mesh",
-        "data=2,model=1",
-    ]
-    pair = [
-        subprocess.Popen(
-            [sys.executable, "-m", "jaxspec", *command, *args, str(tmp_path / f"{rank}.jsonl")],
-            cwd=checkpoints,
-            env=os.environ
-            | {
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-                "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
-                "OMPI_COMM_WORLD_SIZE": "2",
-                "OMPI_COMM_WORLD_RANK": str(rank),
-                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-                "JAX_COORDINATOR_PORT": str(port),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=600) for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-    (_, errors), (_, second_errors) = outputs
+    of_each = [[*args, str(tmp_path / f"{rank}.jsonl")] for rank in range(2)]
+    with two_processes(checkpoints, *of_each) as pair:
+        (_, errors), (_, second_errors) = [process.communicate(timeout=600) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], errors + second_errors
     (written,) = tmp_path.iterdir()
     *rows, summary = map(json.loads, written.read_text().splitlines())
@@ -736,3 +743,36 @@ def test_two_processes_write_what_one_does(
     assert summary["summary"]["mesh"] == {"data": 2, "model": 1}
     assert "acceptance length" in errors
     assert "acceptance length" not in second_errors
+
+
+@pytest.mark.slow  # two more processes
+def test_processes_that_disagree_end_with_an_error(checkpoints: Path) -> None:
+    args = ["a", "b", "--max-new-tokens"]
+    with two_processes(checkpoints, [*args, "12"], [*args, "13"]) as pair:
+        outputs = [process.communicate(timeout=120) for process in pair]
+    assert [process.returncode for process in pair] == [2, 2], outputs
+    for _, errors in outputs:
+        assert "options or prompts of process 1 are not those of process 0" in errors
+
+
+@pytest.mark.slow  # waits for a heartbeat that does not come
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_process_that_dies_ends_the_other(checkpoints: Path, tmp_path: Path, gone: int) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": "a" * (1 + i % 9)}) + "\n" for i in range(4000)]
+    prompts.write_text("".join(lines))
+    sizes = ["--batch-size", "2", "--cache-length", "64", "--max-new-tokens", "40"]
+    args = ["--prompts", str(prompts), *sizes, "--json"]
+    of_each = [[*args, str(tmp_path / f"{rank}.jsonl")] for rank in range(2)]
+    with two_processes(checkpoints, *of_each) as pair:
+        rows, begun = tmp_path / "0.jsonl", time.monotonic()
+        while not rows.exists() or not rows.read_text():
+            assert [process.poll() for process in pair] == [None, None]
+            assert time.monotonic() - begun < 120
+            time.sleep(0.2)
+        pair[gone].kill()
+        died = time.monotonic()
+        _, errors = pair[1 - gone].communicate(timeout=120)
+    assert pair[1 - gone].returncode not in (0, None), errors
+    assert time.monotonic() - died < startup.HEARTBEAT_S + 60
+    assert errors.strip()

@@ -60,6 +60,7 @@ from jaxspec.commands.options import note
 from jaxspec.commands.output import OutputError
 from jaxspec.commands.prefixes import prefix_bytes
 from jaxspec.commands.startup import (
+    check_agreement,
     has_all_files,
     join_processes,
     load_models,
@@ -103,6 +104,10 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             json_path = json_path and os.devnull
             console = Console(quiet=True)  # errors are raised, and printed by each process
+        if models.distributed:
+            same = dataclasses.replace(options, text=dataclasses.replace(text, json_path=None))
+            check_agreement("versions", versions("jax", "jaxlib", "numpy"))
+            check_agreement("options or prompts", (same, prompts))
         rows, tally = None, Tally()
         if json_path:
             rows = stack.enter_context(open_rows(json_path, overwrite=text.overwrite))
@@ -127,6 +132,7 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
             requests = [dataclasses.replace(r, digest=row_digest(digest, r)) for r in requests]
             done = take_over(rows, requests, console)
         if models.distributed:
+            check_agreement("models", models_digest(engine.spec, engine.target, engine.drafter))
             done = agree(done, requests)
         left = [r for r in requests if r.key not in done]
         if len(requests) == 1 and rows is None:
