@@ -93,7 +93,7 @@ class DraftLengthController:
         if spec.num_draft_tokens and not fixed and jax.process_count() == 1:
             lengths = ladder(spec.num_draft_tokens)
             self.chooser = Chooser(lengths, compiled=lengths[-1:])
-        self.gate = SurvivalGate() if self.chooser and spec.widths else None
+        self.gate = SurvivalGate(self.chooser.credit) if self.chooser and spec.widths else None
         self._choosing = Costs()  # of steps that choose, by the width that they take
         self._compile_s = 0.0  # of a decode program
         self._call: tuple[int, bool, float, int] | None = None
@@ -194,7 +194,7 @@ class DraftLengthController:
             if self._chooses:  # of its steps only the highest cost is known
                 kind, full_s = None, self._choosing.of(chooser.full, begun) or math.inf
                 counted_s = min(seconds, MAX_CHANGE * full_s * chooser.costs.pace * steps)
-            self.gate.add(kind, bucket, tokens, len(new), steps, counted_s)
+            self.gate.add(kind, bucket, tokens, len(new), steps, counted_s, seconds)
         if self._chooses:  # its verified drafts are the likelier ones
             return
         accepted, counts = np.unique(np.maximum(new, 1) - 1, return_counts=True)

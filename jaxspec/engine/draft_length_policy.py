@@ -8,7 +8,8 @@ accepted ones. Then a step commits
 
 The chooser takes the v of a short ladder with the most tokens a second, E(v) / cost(v). 0 is plain
 decoding. Each call of the decode loop measures both numbers for its own v. Other lengths are tried
-now and then, for a few steps, at a bounded loss: a text may become easy to draft again.
+now and then, for a few steps: a text may become easy to draft again. What all of these tries lose is paid from
+one `Credit`.
 
 Nothing here knows models or devices. `draft_length` uses the chooser for an engine.
 """
@@ -23,8 +24,10 @@ from typing import NamedTuple
 
 MAX_PROGRAMS = 5
 
-EXPLORE = 0.008
-"""Share of the time that tries of other lengths may lose."""
+LOSS_SHARE = 0.006
+"""Share of the time that all tries may lose together."""
+LONGEST = 3.0
+"""Greatest factor between the seconds of a try beside its steps, and those known. Something else made others longer."""
 MARGIN = 1.01
 """Gain in tokens a second from which another length is taken."""
 BETWEEN = 1.02
@@ -34,10 +37,11 @@ WORTH_COMPILING = 1.05
 EVIDENCE, LATER_EVIDENCE = 16, 8
 """Drafts of one depth for a first choice, and for a later try. A single row needs as many steps. With 16 for a later
 try, tries came too seldom to notice that a text had become easy."""
-MEMORY_STEPS, MEMORY_ROWS = 32, 256
+MEMORY_STEPS, MEMORY_ROWS = 32, 512
 """Half-life of acceptance counts: steps, or steps times rows, whichever is later."""
-STEPS_OF_TEXT, ENOUGH_TEXTS = 8, 64.0
-"""Steps of a row that are about as easy to draft as each other; and such texts for a first choice."""
+STEPS_OF_TEXT, ENOUGH_TEXTS, FEW_TEXTS = 8, 64.0, 16.0
+"""Steps of a row that are about as easy to draft as each other; such texts for a first choice; and such texts until
+which the calls of a new choice are short."""
 DOUBTS = 1.5
 """Standard errors that must speak for another length in a first choice."""
 MIN_WEIGHT = 4.0
@@ -47,14 +51,16 @@ PACE_CALLS = 9
 FIRST_TIMES = 2
 """First times of a length, of which the shortest counts: another process may have slowed one of them."""
 TIMED_STEPS = 4
-"""Most steps of a call that takes such a time."""
+"""Steps of a call that takes such a time. In a call of fewer steps the call itself takes too large a share."""
 TRIES, MAX_CHANGE = 5, 1.25
 """Later times that compare a length with the one in use; and the greatest factor between one and the estimate."""
+SECOND_LOOK = 3.0
+"""Loss of the first try of all drafts, over what must be saved up for it. The first look may have been unlucky."""
+FULL_TRIES = 7
+"""Tries of all drafts for one of another length."""
 PATIENCE_STEPS = 128
 """Steps between two tries."""
 
-GATE_SHARE = 0.005
-"""Share of the time that tries of `SurvivalGate` may lose."""
 GATE_EVIDENCE, TRY_STEPS, GATE_SURE = 64, 16, 256
 """Steps of rows in a try of `SurvivalGate`, and the most steps of the batch. Calls are as short until
 `GATE_SURE` steps of rows were seen."""
@@ -126,8 +132,29 @@ def bucket_of(rows: float) -> int:
     return 1 << (max(math.ceil(rows), 1) - 1).bit_length()
 
 
-class FirstLook:
-    """Tokens of the first steps, which verified all drafts. The first choice is made by them."""
+class Credit:
+    """Seconds that may be lost to learn. `LOSS_SHARE` of all seconds is earned.
+
+    A try waits until the loss that it promises is there. Its real loss is paid then, the time of the call
+    itself included. So the credit may fall below 0, and the next try waits for longer. Free are the first look
+    at all drafts, and a part of a second one if fewer were chosen.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.seconds = 0.0
+
+    def earn(self, seconds: float) -> None:
+        """Add the share of a call's seconds."""
+        self.seconds += LOSS_SHARE * seconds
+
+    def pay(self, seconds: float) -> None:
+        """Take what was lost against the best known choice. A gain adds nothing."""
+        self.seconds -= max(seconds, 0.0)
+
+
+class Look:
+    """First steps of a choice."""
 
     def __init__(self) -> None:
         """Begin without any."""
@@ -269,13 +296,18 @@ class Chooser:
         self.lengths = tuple(lengths)
         self.compiled = set(self.lengths if compiled is None else compiled)
         self.acceptance = Acceptance(self.lengths[-1])
-        self.first_look = FirstLook()
+        self.look = Look()  # at the length in use
+        self._is_first = True  # whether no other length was in use before
         self._is_doubtful = False  # whether another length looks better, but not surely
         self.costs = Costs()
         self.current = self.lengths[-1]
         self.steps = dict.fromkeys(self.lengths, 0)  # so far
-        self._credit_s = dict.fromkeys(self.lengths, 0.0)  # seconds that a try may lose
+        self.credit = Credit()
         self._since_try = 0  # steps
+        self._full_tries = 0  # of all drafts, since another length was tried
+        self._was_full_tried = False
+        self._calls_s: deque[float] = deque(maxlen=PACE_CALLS)  # of tries, but for their steps
+        self._max_steps = 0  # of the last call
         self._tried = dict.fromkeys(self.lengths, 0)  # total steps when it was last used
         self._since_compiling_s = 0.0
         self._last: int | None = None  # length of the last call that was timed
@@ -303,8 +335,8 @@ class Chooser:
             return fastest
         if known[fastest] <= MARGIN * own:
             return self.current
-        if self.current == self.full:  # what was left may look bad for long
-            own *= 1.0 + DOUBTS * self.first_look.doubt
+        if self._is_first:  # what was left may look bad for long
+            own *= 1.0 + DOUBTS * self.look.doubt
             self._is_doubtful = known[fastest] <= MARGIN * own
         return self.current if self._is_doubtful else fastest
 
@@ -315,11 +347,12 @@ class Chooser:
           max_steps: of the call.
           compile_s: seconds that a program takes to compile.
         """
-        self.current = best = self.best(rows)
+        best, self._max_steps = self._chosen(rows), max_steps
         first, later = (
-            min(max_steps, max(2, -(-drafts // max(rows, 1))))
-            for drafts in (EVIDENCE, LATER_EVIDENCE)
+            min(max_steps, max(least, -(-drafts // max(rows, 1))))
+            for drafts, least in ((EVIDENCE, 2), (LATER_EVIDENCE, 1))
         )
+        short = min(max_steps, TIMED_STEPS)
         if self.acceptance.is_empty:
             is_choice = any(self.costs.is_known(v) for v in self.lengths if v != self.full)
             is_timed = all(self.costs.is_sure(v) for v in self.lengths)
@@ -331,14 +364,27 @@ class Chooser:
             return Choice(first, new)
         unknown = [v for v in self.compiled if not self.costs.is_sure(v)]
         if unknown:
-            return Choice(min(first, TIMED_STEPS), min(unknown))
-        if self._is_doubtful:
-            return Choice(min(max_steps, TIMED_STEPS), self.full)
-        if self._since_try >= PATIENCE_STEPS:
-            other = self._to_try(best, later, rows)
-            if other is not None:
-                return Choice(self._steps_of_try(other, best, later, max_steps, rows), other)
+            return Choice(short, min(unknown))
+        if self._is_doubtful or (best and not self._is_first and self.look.texts < FEW_TEXTS):
+            return Choice(short, best)
+        if self._since_try >= PATIENCE_STEPS and (other := self._to_try(best)) is not None:
+            # Drafts that were not verified are worth a look. Of others only the time is to be learned.
+            least = later if other == self.full else short
+            loss_s, call_s = self._loss_s(other, best, rows), self._call_s(best, rows)
+            # A call costs something anyhow. So it has as many steps as lose as much again.
+            steps = int(min(max_steps, max(least, call_s / loss_s if loss_s > 0 else max_steps)))
+            owed_s = loss_s * steps + call_s
+            if other == self.full and not self._was_full_tried:
+                owed_s /= SECOND_LOOK
+            if owed_s <= self.credit.seconds:
+                return Choice(steps, other)
         return Choice(max_steps, best)
+
+    def _chosen(self, rows: float) -> int:
+        """Set the length in use to the best one, and return it."""
+        if (best := self.best(rows)) != self.current:
+            self.current, self.look, self._is_first = best, Look(), False
+        return best
 
     def learn(
         self,
@@ -363,27 +409,29 @@ class Chooser:
         self.steps[length] += steps
         self._tried[length] = sum(self.steps.values())
         self.acceptance.add(length, accepted, steps, rows)
-        if length == self.full:
-            self.first_look.add(accepted, steps, rows)
+        if length == self.current:
+            self.look.add(accepted, steps, rows)
         if seconds is None:
             return
         rows = rows if begun is None else begun
-        self.costs.add(length, rows, seconds / steps, in_use=self._last in (None, length))
+        is_timed = steps >= min(TIMED_STEPS, self._max_steps)
+        if is_timed or not self.costs.is_sure(length):
+            self.costs.add(length, rows, seconds / steps, in_use=self._last in (None, length))
         self._last = length
         self._since_compiling_s += seconds
+        self.credit.earn(seconds)
         if length == self.current:
             self._since_try += steps
-            for v, share in self._shares().items():
-                self._credit_s[v] += share * EXPLORE * seconds
-        else:
-            self._since_try = 0
-            self._credit_s[length] = 0.0
-
-    def _shares(self) -> dict[int, float]:
-        """Return each length's share of the loss by tries. All drafts get half: they are the best evidence."""
-        others = [v for v in self.lengths if v not in (self.full, self.current)]
-        full = {self.full: 0.5} if self.current != self.full else {}
-        return full | dict.fromkeys(others, (1.0 - sum(full.values())) / max(len(others), 1))
+            return
+        self._since_try = 0
+        self._full_tries = self._full_tries + 1 if length == self.full else 0
+        if (cost := self.costs.of(length, rows)) is not None:
+            call_s = max(seconds - cost * steps, 0.0)
+            counted_s = min(call_s, LONGEST * self._call_s(self.current, rows))
+            self._calls_s.append(call_s)
+            self.credit.pay(self._loss_s(length, self.current, rows) * steps + counted_s)
+            if length == self.full and not self._was_full_tried:
+                self._was_full_tried, self.credit.seconds = True, max(self.credit.seconds, 0.0)
 
     def _loss_s(self, other: int, best: int, rows: float) -> float:
         """Return the seconds that a step of another length loses."""
@@ -393,26 +441,23 @@ class Chooser:
             return 0.0
         return cost * (1.0 - speed / best_speed)
 
-    def _to_try(self, best: int, steps: int, rows: float) -> int | None:
-        """Return the longest unused length whose loss in a try is saved up; None for none.
+    def _call_s(self, best: int, rows: float) -> float:
+        """Return the seconds that a try takes beside its steps; before the first one, those of a step in use."""
+        if self._calls_s:
+            return min(self._calls_s)
+        return self.costs.of(best, rows) or 0.0
+
+    def _to_try(self, best: int) -> int | None:
+        """Return the length of the next try; None for none.
 
         More drafts may be better than they look: nothing recent is known of drafts that were not
-        verified. Any length may be, if it was timed wrongly.
+        verified. So most tries are of all drafts. Any other length may be better too, if it was
+        timed wrongly.
         """
-        affordable = [
-            v
-            for v in self.compiled - {best}
-            if self._loss_s(v, best, rows) * steps <= self._credit_s[v]
-        ]
-        return min(affordable, key=lambda v: self._tried[v], default=None)
-
-    def _steps_of_try(
-        self, other: int, best: int, min_steps: int, max_steps: int, rows: float
-    ) -> int:
-        """Return the steps of a try, as many as the saved seconds pay for. Near-ties get the most."""
-        loss_s = self._loss_s(other, best, rows)
-        paid = max_steps if loss_s <= 0 else int(min(self._credit_s[other] / loss_s, max_steps))
-        return max(min_steps, paid)
+        others = self.compiled - {best}
+        if self.full in others and (self._full_tries < FULL_TRIES or others == {self.full}):
+            return self.full
+        return min(others - {self.full}, key=lambda v: self._tried[v], default=None)
 
     def _to_compile(self, rows: float, compile_s: float) -> int | None:
         """Return a length that is worth a program; None for none, or while little was decoded."""
@@ -495,19 +540,19 @@ class SurvivalGate:
     """Chooses between calls whose steps choose what they verify, and calls of one length.
 
     It compares their measured tokens a second, for each bucket of active rows, and takes the quicker
-    kind. A try of the other kind must be paid for: `GATE_SHARE` of all seconds is saved up as credit, and
-    what a try really lost is taken from it. So is what steps that choose lose while they are believed to
-    be the quicker kind, and what they gain is added. The credit never exceeds the seconds of one try, and
-    steps that choose end where more than `GATE_LOAN` of them are owed. So they lose at most `GATE_SHARE`
-    of the time and the seconds of a call, against the measured other kind. Tries of the other kind have a
-    credit of their own.
+    kind. A try of the other kind is paid from the credit. So is what steps that choose lose while they are
+    believed to be the quicker kind, but for what they gained shortly before: the seconds of one try at most.
+    They end where more than `GATE_LOAN` of them are owed.
+
+    Args:
+      credit: for what is lost to learn. Calls of one length earn it elsewhere.
     """
 
-    def __init__(self) -> None:
-        """Begin without any."""
+    def __init__(self, credit: Credit):
+        self.credit = credit
         self._seen: dict[tuple[int | None, int], _Calls] = {}  # None: steps choose
         self._best: dict[int, bool] = {}
-        self._credit_s = {True: 0.0, False: 0.0}  # for steps that choose, and for tries of others
+        self._gained_s = 0.0  # by steps that choose
         self._steps = 0
         self._tried = -PATIENCE_STEPS
         self._is_try, self._length, self._plain = False, 0, 0.0
@@ -538,17 +583,18 @@ class SurvivalGate:
         is_due = self._steps - self._tried >= PATIENCE_STEPS
         if own is not None and self._is_best(bucket, own, other):
             loss_s = short * fixed.step_s * (1.0 - fixed.speed / own.speed)
-            if is_due and loss_s <= self._credit_s[False]:
+            if is_due and loss_s <= self.credit.seconds:
                 return self._try(chooses=False, steps=short)
             is_new = own.row_steps < GATE_SURE
-            return self._credit_s[True] > -GATE_LOAN * own.step_s, short if is_new else steps
+            is_paid = self._gained_s > 0 or self.credit.seconds > -GATE_LOAN * own.step_s
+            return is_paid, short if is_new else steps
         if highest <= other or not is_due:
             return False, steps
         if own is None:
             loss_s = short * (1.0 / expected - 1.0 / other)  # a token of each row
         else:
             loss_s = short * own.step_s * (1.0 - max(own.speed, expected) / other)
-        if max(loss_s, 0.0) <= self._credit_s[True]:
+        if max(loss_s, 0.0) <= self.credit.seconds:
             return self._try(chooses=True, steps=short)
         return False, steps
 
@@ -574,6 +620,7 @@ class SurvivalGate:
         row_steps: float,
         steps: int,
         seconds: float,
+        taken_s: float,
     ) -> None:
         """Count a call.
 
@@ -582,21 +629,21 @@ class SurvivalGate:
           tokens: of all rows.
           row_steps: steps of all rows.
           steps: of the batch.
-          seconds: of calls of one length by the known cost of a step, since short calls take longer a step.
+          seconds: by which kinds are compared. Of calls of one length they are those of its steps by their
+            known cost, since short calls take longer a step.
+          taken_s: that the call took.
         """
         calls = self._seen.setdefault((length, bucket), _Calls())
         self._steps += steps
         rows = row_steps / steps
         chooses = length is None
-        self._credit_s = {
-            kind: credit + GATE_SHARE * seconds for kind, credit in self._credit_s.items()
-        }
         if (other := self._seen.get((self._length if chooses else None, bucket))) is not None:
             if chooses:
-                speed = max(other.speed, self._plain)
-                self._credit_s[True] += tokens / (rows * speed) - seconds
+                self._gained_s += tokens / (rows * max(other.speed, self._plain)) - seconds
+                self.credit.earn(seconds)
             elif self._is_try:
-                self._credit_s[False] += min(tokens / (rows * other.speed) - seconds, 0.0)
+                self.credit.pay(taken_s - tokens / (rows * other.speed))
         calls.add(tokens, row_steps, steps, seconds, self._steps)
+        self.credit.pay(-self._gained_s)
         a_try_s = self._steps_of_try(rows, TRY_STEPS) * calls.step_s
-        self._credit_s = {kind: min(credit, a_try_s) for kind, credit in self._credit_s.items()}
+        self._gained_s = min(max(self._gained_s, 0.0), a_try_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from jaxspec.engine.draft_length_policy import (
     Choice,
     Chooser,
     Costs,
+    Credit,
     Prospects,
     SurvivalGate,
     ladder,
@@ -271,7 +273,9 @@ def gated(
         seconds = steps / (speed if chooses else 1.0)
         timed = seconds * rng.lognormal(0, 0.03) * (3 if rng.random() < 0.01 else 1)
         timed = min(timed, 1.25 * seconds) if chooses else float(steps)
-        gate.add(None if chooses else 3, 8, 8.0 * steps, 8 * steps, steps, timed)
+        gate.add(None if chooses else 3, 8, 8.0 * steps, 8 * steps, steps, timed, seconds)
+        if not chooses:
+            gate.credit.earn(seconds)
         took, tokens = took + seconds, tokens + steps
         used.append(chooses)
     return took, tokens, used
@@ -282,9 +286,11 @@ def gated(
 @pytest.mark.parametrize("calls", [30, 1000])
 def test_tries_lose_no_more_than_was_saved_up(calls: int, speed: float, expected: float) -> None:
     """Whatever was promised of steps that choose, and with a clock that is wrong now and then."""
-    took, tokens, used = gated(SurvivalGate(), speed, calls, np.random.default_rng(1), expected)
+    took, tokens, used = gated(
+        SurvivalGate(Credit()), speed, calls, np.random.default_rng(1), expected
+    )
     a_call = (8 + draft_length_policy.GATE_LOAN) / speed
-    assert took - tokens < 1.5 * draft_length_policy.GATE_SHARE * took + a_call
+    assert took - tokens < 1.5 * draft_length_policy.LOSS_SHARE * took + a_call
     assert sum(used) <= max(0.1 * calls, 3)
 
 
@@ -292,22 +298,22 @@ def test_tries_lose_no_more_than_was_saved_up(calls: int, speed: float, expected
 @pytest.mark.parametrize("speed", [1.1, 3.0])
 def test_quicker_steps_that_choose_are_used(speed: float, expected: float) -> None:
     """Here a promise matters: if it is of less, more has to be saved up for the first try."""
-    gate, rng = SurvivalGate(), np.random.default_rng(1)
+    gate, rng = SurvivalGate(Credit()), np.random.default_rng(1)
     gated(gate, speed, 2000, rng, expected)
     took, tokens, _ = gated(gate, speed, 1000, rng, expected)
     assert tokens / took > 0.97 * speed
 
 
 def test_hopeless_steps_that_choose_are_never_tried() -> None:
-    gate = SurvivalGate()
+    gate = SurvivalGate(Credit())
     for _ in range(200):
         chooses, steps = gate.next(8, 8, 0, 16, Prospects(1.0, 0.4, 0.9))
         assert not chooses
-        gate.add(0, 8, 8.0 * steps, 8 * steps, steps, float(steps))
+        gate.add(0, 8, 8.0 * steps, 8 * steps, steps, float(steps), float(steps))
 
 
 def test_a_change_of_the_text_is_noticed() -> None:
-    gate, rng = SurvivalGate(), np.random.default_rng(0)
+    gate, rng = SurvivalGate(Credit()), np.random.default_rng(0)
     for speed in (1.3, 0.8, 1.3):
         *_, used = gated(gate, speed, 1200, rng, speed)
         assert np.mean(np.asarray(used[-100:]) == (speed > 1)) > 0.9
@@ -350,58 +356,79 @@ class Competing:
         return np.minimum(accepted, limit), costs[width]
 
 
-CALL_S = 1e-3  # of a call, beside its steps
+CALL_S, SWITCH_S = 1.1e-3, 1e-3  # of a call, and of one of another program than the call before
 GPU_STEPS = {
-    32: ({0: 2.94, 1: 4.50, 3: 4.88, 7: 5.80, 15: 7.73}, {1: 5.65, 3: 6.14, 7: 6.92, 15: 7.80}),
-    8: ({0: 1.83, 1: 2.98, 3: 3.25, 7: 3.44, 15: 3.93}, {1: 3.35, 3: 3.67, 7: 3.85, 15: 4.14}),
+    32: ({0: 2.95, 1: 4.53, 3: 4.90, 7: 5.80, 15: 7.74}, {1: 5.72, 3: 6.18, 7: 6.88, 15: 7.81}),
+    8: ({0: 1.66, 1: 2.85, 3: 3.13, 7: 3.32, 15: 3.85}, {1: 3.21, 3: 3.55, 7: 3.73, 15: 4.02}),
 }
 """Milliseconds of steps of one number of drafts, and of steps that choose (6 layers of 26B-A4B, H200)."""
+KEEPS_UP = 0.011
+"""Share of a plain step in which a drafter keeps up with the text. An engine without one is as much quicker."""
 
 
-def decode_with_choice(rows: int, texts: Sequence[tuple[float, int]], seed: int) -> float:
-    """Return the time against the better of plain decoding and all drafts, minus 1."""
+def decode_with_choice(
+    rows: int,
+    texts: Sequence[tuple[float, int]],
+    seed: int,
+    log: list[tuple[float, int, int | None]] | None = None,
+) -> list[float]:
+    """Return the time against the better of plain decoding and all drafts, minus 1: of a first run, and of a second.
+
+    Args:
+      log: gets the begin, the steps and the length of each call of the first run.
+    """
     fixed, choosing = ({v: s / 1e3 for v, s in costs.items()} for costs in GPU_STEPS[rows])
-    chooser, gate, clock = Chooser(tuple(fixed)), SurvivalGate(), np.random.default_rng(seed)
+    chooser, clock = Chooser(tuple(fixed)), np.random.default_rng(seed)
+    gate, last, regrets = SurvivalGate(chooser.credit), None, []
     for length in fixed:
         for _ in range(3):
             chooser.costs.add(length, rows, fixed[length] * clock.lognormal(0, 0.01))
-    took = plain = full = 0.0
-    for number, (tokens, new) in enumerate(texts):
-        text, other = (
-            Competing(tokens, 15, rows, np.random.default_rng(100 * seed + number)) for _ in "ab"
-        )
-        made = 0.0
-        while made < new:
-            choice = chooser.next(rows, 16)
-            steps, length, _ = choice
-            chooses = False
-            if choice == (16, chooser.current, None):
-                now = {w: cost * chooser.costs.pace for w, cost in choosing.items()}
-                prospects = Prospects.of(chooser, rows, length, now)
-                chooses, steps = gate.next(rows, rows, length, 16, prospects)
-            done = [text.verified(length, choosing if chooses else None) for _ in range(steps)]
-            accepted = np.stack([of_rows for of_rows, _ in done])
-            seconds = CALL_S + sum(fixed[length] if cost is None else cost for _, cost in done)
-            timed = seconds * clock.lognormal(0, 0.02) * (3 if clock.random() < 0.01 else 1)
-            if chooses or length == chooser.current:
+    for again in (0, 1):
+        took = plain = full = 0.0
+        for number, (tokens, new) in enumerate(texts):
+            text, other = (
+                Competing(
+                    tokens, 15, rows, np.random.default_rng(1000 * again + 100 * seed + number)
+                )
+                for _ in "ab"
+            )
+            made = 0.0
+            while made < new:
+                choice = chooser.next(rows, 16)
+                steps, length, _ = choice
+                chooses = False
+                if choice == (16, chooser.current, None):
+                    now = {w: cost * chooser.costs.pace for w, cost in choosing.items()}
+                    prospects = Prospects.of(chooser, rows, length, now)
+                    chooses, steps = gate.next(rows, rows, length, 16, prospects)
                 kind = None if chooses else length
-                committed = float(accepted.sum() + accepted.size)
-                if chooses:
-                    counted = min(timed, 1.25 * choosing[15] * chooser.costs.pace * steps)
-                else:
-                    counted = (chooser.costs.of(length, rows) or 0.0) * steps
-                gate.add(kind, rows, committed, accepted.size, steps, counted)
-            if not chooses:
-                counts = collections.Counter(accepted.ravel().tolist())
-                chooser.learn(length, rows, steps, timed, counts)
-            took += seconds
-            made += 1.0 * steps + accepted.sum() / rows
-        plain += made * (fixed[0] + CALL_S / 16)
-        with_all = 0.0  # the same text with all drafts
-        while with_all < made:
-            with_all += 1 + other.verified(15, None)[0].mean()
-            full += fixed[15] + CALL_S / 16
-    return took / min(plain, full) - 1
+                if log is not None and not again:
+                    log.append((took, steps, kind))
+                done = [text.verified(length, choosing if chooses else None) for _ in range(steps)]
+                accepted = np.stack([of_rows for of_rows, _ in done])
+                seconds = CALL_S + sum(fixed[length] if cost is None else cost for _, cost in done)
+                seconds += SWITCH_S if kind != last else 0.0
+                last = kind
+                timed = seconds * clock.lognormal(0, 0.02) * (3 if clock.random() < 0.01 else 1)
+                if chooses or length == chooser.current:
+                    committed = float(accepted.sum() + accepted.size)
+                    if chooses:
+                        counted = min(timed, 1.25 * choosing[15] * chooser.costs.pace * steps)
+                    else:
+                        counted = (chooser.costs.of(length, rows) or 0.0) * steps
+                    gate.add(kind, rows, committed, accepted.size, steps, counted, timed)
+                if not chooses:
+                    counts = collections.Counter(accepted.ravel().tolist())
+                    chooser.learn(length, rows, steps, timed, counts)
+                took += seconds
+                made += 1.0 * steps + accepted.sum() / rows
+            plain += made * (fixed[0] + CALL_S / 16) * (1 - KEEPS_UP)
+            with_all = 0.0  # the same text with all drafts
+            while with_all < made:
+                with_all += 1 + other.verified(15, None)[0].mean()
+                full += fixed[15] + CALL_S / 16
+        regrets.append(took / min(plain, full) - 1)
+    return regrets
 
 
 @pytest.mark.parametrize("rows", GPU_STEPS)
@@ -409,12 +436,12 @@ def decode_with_choice(rows: int, texts: Sequence[tuple[float, int]], seed: int)
     "texts",
     [
         [(1.05, 400)],
-        [(1.2, 400)],
-        [(1.6, 400)],
-        [(2.3, 600)],
-        [(4.0, 800)],
-        [(5.8, 1000)],
-        [(12.0, 1500)],
+        [(1.2, 900)],
+        [(1.6, 900)],
+        [(2.5, 900)],
+        [(4.0, 900)],
+        [(6.0, 900)],
+        [(12.0, 900)],
         [(1.2, 600), (6.0, 2400)],
         [(6.0, 2400), (1.2, 600)],
     ],
@@ -422,13 +449,39 @@ def decode_with_choice(rows: int, texts: Sequence[tuple[float, int]], seed: int)
 def test_with_choice_it_is_no_slower_than_the_better_of_plain_and_all_drafts(
     rows: int, texts: list[tuple[float, int]]
 ) -> None:
-    """On the mean of some short runs from nothing, of which first looks and tries are a large share.
+    """On the mean of some short runs, of which looks and tries are a large share. A second run knows its texts."""
+    regrets = np.array([decode_with_choice(rows, texts, seed) for seed in range(4)])
+    if len(texts) > 1:  # it does not know that they begin anew
+        regrets = regrets[:, :1]
+    assert regrets.mean(axis=0).max() < 0.03
+    assert regrets.max() < (0.03 if rows == 32 else 0.1)
 
-    The 32 rows were 7.4 % slower with 1.2 tokens a step, and the 8 rows 10 %, before tries were paid for.
+
+@pytest.mark.parametrize("rows", GPU_STEPS)
+@pytest.mark.parametrize("tokens", [1.2, 1.6])
+def test_tries_cost_little_where_plain_decoding_is_best(rows: int, tokens: float) -> None:
+    """Tries promised 0.8 % and took 2 to 3: of a try of two steps the call itself is a large part.
+
+    Of the loss here 1.1 % is the drafter's, which keeps up with the text.
     """
-    regrets = [decode_with_choice(rows, texts, seed) for seed in range(3 if rows == 32 else 6)]
-    assert np.mean(regrets) < 0.03
-    assert max(regrets) < (0.03 if rows == 32 else 0.08)
+    regrets = [decode_with_choice(rows, [(tokens, 900)], seed) for seed in range(4)]
+    assert np.mean(regrets, axis=0).max() < 0.025
+
+
+@pytest.mark.parametrize("rows", GPU_STEPS)
+def test_with_choice_a_text_that_becomes_easy_is_found_within_seconds(rows: int) -> None:
+    for seed in range(3):
+        log: list[tuple[float, int, int | None]] = []
+        decode_with_choice(rows, [(1.2, 1800), (6.0, 6000)], seed, log)
+        made, begin, drafted = 0, math.inf, 0
+        for at_s, steps, length in log:
+            begin = min(begin, at_s) if made >= 1800 else math.inf
+            made += steps if begin == math.inf else 0
+            drafted = drafted + steps if length != 0 and begin < math.inf else 0
+            if drafted >= 48:
+                break
+        assert drafted >= 48
+        assert at_s - begin < 3
 
 
 # --- an engine ---------------------------------------------------------------------------------------
