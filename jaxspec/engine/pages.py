@@ -11,31 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxspec import cache
 from jaxspec.cache import NO_PAGE, HostTables, pages_for
+from jaxspec.shapes import Float, Int
 
 Numbers = dict[int, list[int]]
 """Numbers of pages, by the slots that a row has in their caches."""
 RESERVE = 50
 """One page of so many is not counted on when rows are admitted beside others."""
-
-
-class Growth(NamedTuple):
-    """The pages that a row is expected to need.
-
-    Attributes:
-      positions: for which it has pages, or gets them at first.
-      end: positions that it needs in the end.
-      left: tokens that it gets until then.
-    """
-
-    positions: int
-    end: int = 0
-    left: int = 0
 
 
 class PagePool:
@@ -90,42 +76,40 @@ class PagePool:
 
     def num_fitting(
         self,
-        new: Sequence[Growth],
-        running: Mapping[int, Growth] | None = None,
-        *,
-        ahead: int = 0,
+        positions: Int[np.ndarray, "T R"],
+        alive: Float[np.ndarray, "T R"] | None = None,
+        running: Sequence[int] = (),
     ) -> int:
-        """Return how many of the first new rows can have pages until they end, if they share none.
+        """Return how many of the first new rows are expected to have pages until they end, if they share none.
 
-        All rows are taken to grow at the same pace until they end, and to free their pages then. They
-        do not quite, so a few pages are left for those that have pages.
+        A few pages are left for rows that grow faster than others, or end later than expected.
 
         Args:
-          new: rows without pages.
-          running: rows that have pages.
-          ahead: tokens for which rows have pages before the tokens are there.
+          positions: that each row needs at some times, if it is still there. Rows that have pages
+            come first.
+          alive: the chance that it is. None: all are.
+          running: numbers of the rows that have pages.
         """
+        num_new = positions.shape[1] - len(running)
         left = self.num_without_rows
-        first = self.pages(new[0].positions) if new else {}
-        if not new or any(pages > left[slots] for slots, pages in first.items()):
+        now = self.pages(int(positions[0, len(running)])) if num_new else {}
+        if not num_new or any(pages > left[slots] for slots, pages in now.items()):
             return 0
-        running = running or {}
-        now, end, to_go = (np.array(of) for of in zip(*running.values(), *new, strict=True))
-        times = np.unique(np.append(to_go, 0))[:, None]  # [T, 1], tokens from now
-        is_there = times <= to_go  # [T, R]
-        positions = np.maximum(now, end - np.maximum(0, to_go - times - ahead))
-        fits = np.ones(len(new), bool)
+        chance = np.ones(positions.shape) if alive is None else alive
+        old = slice(0, len(running))
+        fits = np.ones(num_new, bool)
         for slots, table in self.tables.items():
-            needed = np.where(is_there, -(-np.minimum(positions, slots) // cache.PAGE), 0)
-            table = table[list(running)]
-            has = (table != NO_PAGE).sum(1)
+            pages = -(-np.minimum(positions, slots) // cache.PAGE)
+            needed = chance * pages
+            of_running = table[list(running)]
+            has = (of_running != NO_PAGE).sum(1)
             # Pages that other rows have too stay when the row ends.
-            own = ((self._of_rows[slots][table] == 1) & (table != NO_PAGE)).sum(1)
-            of_running = needed[:, : len(running)] - np.where(is_there[:, : len(running)], has, own)
-            needed = of_running.sum(1, keepdims=True) + needed[:, len(running) :].cumsum(1)
+            own = ((self._of_rows[slots][of_running] == 1) & (of_running != NO_PAGE)).sum(1)
+            needed[:, old] += (chance[:, old] - 1) * own - chance[:, old] * has
+            total = needed[:, old].sum(1, keepdims=True) + needed[:, len(running) :].cumsum(1)
             reserve = (self.counts[slots] - 1) // RESERVE if running else 0
-            fits &= needed.max(0) <= left[slots] - reserve
-        return len(new) if fits.all() else int(fits.argmin())
+            fits &= total.max(0) <= left[slots] - reserve + 1e-6
+        return num_new if fits.all() else int(fits.argmin())
 
     def take(
         self,

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxspec.cache import HostTables
 from jaxspec.engine.length_forecast import LengthForecast
-from jaxspec.engine.pages import Growth, PagePool
+from jaxspec.engine.pages import PagePool
 from jaxspec.engine.request import (
     Completion,
     Reason,
@@ -31,7 +31,7 @@ from jaxspec.engine.request import (
     num_positions,
 )
 from jaxspec.runtime.prefill import PromptImage
-from jaxspec.runtime.runtime import NewRows, Runtime, StepResult, cache_length_for
+from jaxspec.runtime.runtime import NewRows, Runtime, StepResult
 from jaxspec.runtime.step_output import OutputRequest, OutputSizes, StepOutput
 from jaxspec.sampling import Logprobs
 from jaxspec.state import NO_GUIDE, DecodeState, PrefillChunk
@@ -247,21 +247,26 @@ class Slots:
         Args:
           new_tokens: that the requests have already.
         """
-        if self.pages is None:
+        if self.pages is None or not requests:
             return len(requests)
-        firsts = [self.first_positions(request, new_tokens) for request in requests]
-        new = [self._growth(*pair, new_tokens) for pair in zip(requests, firsts, strict=True)]
-        running = {
-            slot: self._growth(row.request, self.pages.positions[slot], len(row.tokens))
+        rows = {
+            slot: row
             for slot, row in enumerate(self.rows)
             if row is not None and self.pages.positions[slot]
         }
-        return self.pages.num_fitting(new, running, ahead=self.call_tokens)
-
-    def _growth(self, request: Request, positions: int, new_tokens: int) -> Growth:
-        tokens = self.forecast.new_tokens(request.max_new_tokens, new_tokens)
-        end = cache_length_for(self.runtime.spec, len(request.prompt_ids) + tokens)
-        return Growth(positions, end, tokens - new_tokens)
+        of_rows = [
+            (r.request, len(r.tokens), self.pages.positions[slot]) for slot, r in rows.items()
+        ]
+        of_new = [(r, new_tokens, self.first_positions(r, new_tokens)) for r in requests]
+        asked, got, now = zip(*of_rows, *of_new, strict=True)
+        got, now = np.array(got), np.array(now)
+        limits = np.array([request.max_new_tokens for request in asked])
+        lengths = np.array([len(request.prompt_ids) for request in asked]) + got
+        times, alive = self.forecast(limits, got)
+        ends = np.array([num_positions(self.runtime.spec, request) for request in asked])
+        tokens = lengths + times[:, None] + self.call_tokens
+        positions = np.maximum(now, np.minimum(tokens + self.runtime.spec.step_tokens, ends))
+        return self.pages.num_fitting(positions, alive, list(rows))
 
     @property
     def spoiled(self) -> np.ndarray:

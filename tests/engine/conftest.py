@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxspec.engine.length_forecast import LengthForecast
@@ -14,15 +16,27 @@ def tight_everywhere(tight: None) -> None:
     """Apply `tight` without being asked for."""
 
 
+def at_once(self: LengthForecast, limits: np.ndarray, tokens: np.ndarray) -> Any:
+    """Expect all rows to end at once."""
+    return np.zeros(1, int), np.ones((1, len(limits)))
+
+
+def at_limits(self: LengthForecast, limits: np.ndarray, tokens: np.ndarray) -> Any:
+    """Expect all rows to get as much as they may."""
+    times = np.arange(int((limits - tokens).max(initial=0)) + 1)
+    return times, (times[:, None] <= limits - tokens).astype(float)
+
+
 @pytest.fixture
 def rows_outgrow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expect all rows to end at once, so that more are admitted than have room in the end."""
-    monkeypatch.setattr(LengthForecast, "new_tokens", lambda self, most, tokens=0: tokens)
+    """Let more rows be admitted than have room in the end."""
+    monkeypatch.setattr(LengthForecast, "__call__", at_once)
 
 
 @pytest.fixture
 def wrong_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expect rows to end at once or as late as they may, at random."""
+    """Expect rows to end at once or at their limits, at random."""
     rng = random.Random(0)
-    forecast = lambda self, most, tokens=0: rng.choice((tokens, most))  # noqa: E731
-    monkeypatch.setattr(LengthForecast, "new_tokens", forecast)
+    monkeypatch.setattr(
+        LengthForecast, "__call__", lambda *args: rng.choice((at_once, at_limits))(*args)
+    )

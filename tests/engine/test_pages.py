@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from jaxspec import cache
 from jaxspec.cache import pages_for
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.length_forecast import FIRST_TOKENS, HISTORY, LengthForecast
-from jaxspec.engine.pages import RESERVE, Growth, PagePool
+from jaxspec.engine.length_forecast import FIRST_TOKENS, HISTORY, NUM_TIMES, LengthForecast
+from jaxspec.engine.pages import RESERVE, PagePool
 from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.engine.request import Completion, Request
@@ -201,66 +202,70 @@ def test_rows_are_admitted_that_have_room_until_they_end() -> None:
     assert_no_page_is_lost(paged)
 
 
+def chances(forecast: LengthForecast, limit: int, tokens: int = 0) -> dict[int, float]:
+    """Return the chance that a row is there, by the tokens that it has then."""
+    times, alive = forecast(np.array([limit]), np.array([tokens]))
+    assert len(times) <= NUM_TIMES
+    return dict(zip((tokens + times).tolist(), alive[:, 0].tolist(), strict=True))
+
+
 def test_the_forecast_learns_from_requests_that_ended() -> None:
     forecast = LengthForecast()
-    assert forecast.new_tokens(300) == 300
-    assert forecast.new_tokens(32768) == FIRST_TOKENS
+    unknown = chances(forecast, 300)  # it gets all tokens that it may have
+    assert all(p == (n < 300) for n, p in unknown.items())
+    assert max(unknown) == 300
+    assert max(chances(forecast, 32000)) == FIRST_TOKENS
+    assert max(chances(forecast, 32000, 2000)) == 4000
     for _ in range(HISTORY // 2):
         forecast.learn(32768, 100)
         forecast.learn(32768, 500)
-    assert 290 <= forecast.new_tokens(32768) <= 310
-    assert 490 <= forecast.new_tokens(32768, 200) <= 520
-    assert forecast.new_tokens(32768, 2000) == 2000  # nothing is known of such
-    assert forecast.new_tokens(300) == 300  # another kind
+    known = chances(forecast, 32768)
+    assert all(p == 1 for n, p in known.items() if n < 100)
+    assert all(p == 0.5 for n, p in known.items() if 100 <= n < 500)
+    assert known[max(known)] == 0
+    longer = chances(forecast, 32768, 200)
+    assert all(p == 1 for n, p in longer.items() if n < 500)
+    assert max(chances(forecast, 32768, 2000)) == 4000  # nothing is known of such
+    assert max(chances(forecast, 300)) == 300  # another kind
 
 
-def plainly_fitting(
-    pool: PagePool, new: list[Growth], running: dict[int, Growth], ahead: int
-) -> int:
-    """Return what `num_fitting` does, by going through all times for each number of rows."""
+def plainly_fitting(pool: PagePool, positions: np.ndarray, alive: np.ndarray, running: int) -> int:
+    """Return what `num_fitting` does where no row shares pages, with a loop for each number of rows."""
     (slots,) = pool.counts
-    has = sum(pages_for(min(slots, growth.positions)) for growth in running.values())
     reserve = (pool.counts[slots] - 1) // RESERVE if running else 0
-    for count in range(1, len(new) + 1):
-        rows = [*running.values(), *new[:count]]
-        for time in range(1 + max(growth.left for growth in rows)):
-            needed = 0
-            for growth in rows:
-                if time <= growth.left:
-                    positions = min(growth.end, growth.end - growth.left + time + ahead)
-                    needed += pages_for(min(slots, max(growth.positions, positions)))
-            if needed > pool.num_without_rows[slots] + has - reserve:
-                return count - 1
-    return len(new)
+    for rows in range(running + 1, positions.shape[1] + 1):
+        for now, chance in zip(positions, alive, strict=True):
+            pages = sum(chance[r] * pages_for(min(slots, int(now[r]))) for r in range(rows))
+            if pages > pool.counts[slots] - 1 - reserve + 1e-6:
+                return rows - 1 - running
+    return positions.shape[1] - running
 
 
 @given(data=st.data())
 def test_rows_fit_whose_pages_suffice_at_all_times(data: st.DataObject) -> None:
-    numbers = st.tuples(st.integers(1, 60), st.integers(0, 120), st.integers(0, 60))
-    growths = numbers.map(lambda three: Growth(*three))
-    running = data.draw(st.lists(growths, max_size=3))
-    new = data.draw(st.lists(growths, max_size=4))
-    ahead = data.draw(st.integers(0, 20))
-    pool = PagePool(8, {96: data.draw(st.integers(26, 60))})
-    for row, growth in enumerate(running):
-        pool.take(row, growth.positions)
-    grown = dict(enumerate(running))
-    assert pool.num_fitting(new, grown, ahead=ahead) == plainly_fitting(pool, new, grown, ahead)
+    pool = PagePool(8, {96: data.draw(st.integers(30, 60))})
+    running, new = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4))
+    shape = (3, running + new)
+    more = data.draw(arrays(np.int64, shape, elements=st.integers(1, 60)))
+    alive = data.draw(arrays(float, shape, elements=st.sampled_from([0.0, 0.25, 1.0])))
+    alive[0] = 1
+    positions = more.cumsum(0)
+    for row in range(running):
+        pool.take(row, int(positions[0, row]))
+    fitting = pool.num_fitting(positions, alive, range(running))
+    assert fitting == plainly_fitting(pool, positions, alive, running)
 
 
 def test_pages_that_another_row_has_stay_when_a_row_ends() -> None:
     pool = PagePool(3, {96: 1 + 8})
     pool.take(0, 48)
     shared = {place: int(page) for place, page in enumerate(pool.tables[96][0][:4])}
-    pool.take(1, 48, {96: shared})  # all pages are taken
-    long, short = Growth(48, 48, 40), Growth(48, 48, 10)
-    assert pool.num_fitting([Growth(1)], {0: long, 1: short}) == 0
-    pool.release(1)
-    pool.take(1, 40, {96: shared})
-    short = Growth(40, 40, 10)
-    assert pool.num_fitting([Growth(8)], {0: long, 1: short}) == 1
-    assert pool.num_fitting([Growth(8, 16, 30)], {0: long, 1: short}) == 1  # two are free then
-    assert pool.num_fitting([Growth(8, 24, 30)], {0: long, 1: short}) == 0
+    pool.take(1, 40, {96: shared})  # one page is left
+    alive = np.array([[1.0, 1, 1], [1, 0, 1]])  # the second row ends
+    for new, fits in ((8, 1), (16, 1), (24, 0)):  # with its own page two are free then, not six
+        positions = np.array([[48, 40, 8], [48, 40, new]])
+        assert pool.num_fitting(positions, alive, [0, 1]) == fits
+    assert pool.num_fitting(np.array([[48, 40, 8], [48, 40, 16]]), None, [0, 1]) == 0
 
 
 def test_short_requests_share_memory_that_one_long_row_would_take() -> None:
@@ -350,7 +355,7 @@ def test_a_pool_never_gives_a_page_twice() -> None:
         if row in held:
             pool.release(row)
             del held[row]
-        elif pool.num_fitting([Growth(positions := rng.randint(1, 64))]):
+        elif pool.num_fitting(np.array([[positions := rng.randint(1, 64)]])):
             pool.take(row, positions)
             held[row] = positions
             assert (pool.tables[64][row] != cache.NO_PAGE).sum() == -(-positions // 8)

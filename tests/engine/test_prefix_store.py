@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxspec import cache
 from jaxspec.cache import NO_PAGE, pages_for
-from jaxspec.engine.pages import Growth, PagePool
+from jaxspec.engine.pages import PagePool
 from jaxspec.engine.prefix_cache.entries import Prompt
 from jaxspec.engine.prefix_cache.store import Store
 
@@ -234,7 +234,7 @@ def test_rows_get_the_pages_of_entries() -> None:
     store, ids = store_of(pages=10, slack=0), list(range(40))
     put(store, ids[:16])
     put(store, [5] * 16)
-    assert store.pages.num_fitting([Growth(40)]) == 1
+    assert store.pages.num_fitting(np.array([[40]])) == 1
     assert cached(store, ids) == 16  # shares four of ten, and the other entry is gone
     assert store.stats.entries == 1
     put(store, [6] * 40)
@@ -306,7 +306,7 @@ class Decoder:
         self.known.append(prompt)
         text = prompt + [rng.randint(0, 2) for _ in range(rng.randint(1, FULL - len(prompt) - 3))]
         positions = len(text) + 3
-        if not self.store.pages.num_fitting([Growth(positions)]):
+        if not self.store.pages.num_fitting(np.array([[positions]])):
             return
         hit, _ = self.store.look_up(Prompt.of(prompt, PAGE))
         self.rows.tokens[row] = []
