@@ -1,4 +1,4 @@
-"""Examples run as written, on the bundled pair. Blocks of the README and the docs: `test_docs`."""
+"""Examples run as written, on the bundled pair or two layers of it. Blocks of the README and the docs: `test_docs`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,30 @@ from pathlib import Path
 
 import pytest
 
+from tests import short_pair
 from tests.conftest import XLA_FLAGS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 # These compute more than they compile, so they run with the compiler's own options and not the tests'.
 LONG = ("04_policy_gradient", "07_adapt_drafter", "08_moving_policy")
+# And these compile more than they compute: their bundled pair has two layers.
+SHORT = ("03_own_program", "05_evaluate")
+RUNNER = """
+import pathlib, runpy, sys
+import jaxspec.api
+jaxspec.api.BUNDLED = pathlib.Path("short").absolute()
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def start(path: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start a script somewhere else than here, with nothing but the package."""
     more = {"XLA_FLAGS": XLA_FLAGS} if path.stem in LONG else {}
+    runner = ["-c", RUNNER] if (folder / "short").exists() else []
     return subprocess.Popen(
-        [sys.executable, "-W", "error", str(path), *arguments],
+        [sys.executable, "-W", "error", *runner, str(path), *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more},
         stdout=subprocess.PIPE,
@@ -56,6 +67,8 @@ SLOW = ("04_policy_gradient", "06_images", "07_adapt_drafter", "08_moving_policy
     ids=lambda path: path.stem,
 )
 def test_example(path: Path, tmp_path: Path):
+    if path.stem in SHORT:
+        short_pair.write(tmp_path / "short")
     printed = run(path, tmp_path)
     expected = re.findall(r"^# prints: (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert expected, "an example says at its end what it prints"

@@ -258,12 +258,12 @@ class Slots:
             (r.request, len(r.tokens), self.pages.positions[slot]) for slot, r in rows.items()
         ]
         of_new = [(r, new_tokens, self.first_positions(r, new_tokens)) for r in requests]
-        asked, got, now = zip(*of_rows, *of_new, strict=True)
+        of_all, got, now = zip(*of_rows, *of_new, strict=True)
         got, now = np.array(got), np.array(now)
-        limits = np.array([request.max_new_tokens for request in asked])
-        lengths = np.array([len(request.prompt_ids) for request in asked]) + got
+        limits = np.array([request.max_new_tokens for request in of_all])
+        lengths = np.array([len(request.prompt_ids) for request in of_all]) + got
         times, alive = self.forecast(limits, got)
-        ends = np.array([num_positions(self.runtime.spec, request) for request in asked])
+        ends = np.array([num_positions(self.runtime.spec, request) for request in of_all])
         tokens = lengths + times[:, None] + self.call_tokens
         positions = np.maximum(now, np.minimum(tokens + self.runtime.spec.step_tokens, ends))
         return self.pages.num_fitting(positions, alive, list(rows))

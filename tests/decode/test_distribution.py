@@ -238,9 +238,19 @@ def p_values(tokens: np.ndarray, filters: str, **options: bool) -> tuple[float, 
     )
 
 
-@pytest.mark.parametrize("filters", FILTERS)
-# Other block drafters are among the selectors.
-@pytest.mark.parametrize("drafter", ["likely", "unlikely", "mtp", *cases.slow("dflash")])
+@pytest.mark.parametrize(
+    ("drafter", "filters"),
+    [
+        *itertools.product(("likely", "unlikely"), FILTERS),
+        ("mtp", "temperature 1"),
+        # Other block drafters are among the selectors.
+        *(
+            pytest.param(*form, marks=pytest.mark.slow)
+            for form in itertools.product(("mtp", "dflash"), FILTERS)
+            if form != ("mtp", "temperature 1")
+        ),
+    ],
+)
 def test_speculative_sampling_follows_the_target(drafter, filters):
     tokens, accepted = in_chains(drafter, filters)
     # Rejections and acceptances both occur; but what top-k or top-p cuts is never accepted.
@@ -257,7 +267,7 @@ def test_speculative_sampling_follows_the_target(drafter, filters):
         *((name, dict(draft_sampling=True)) for name in ("dflash2", "dspark-rnn")),
         # The last one drafts from few tokens too.
         pytest.param("reduced", dict(draft_sampling=True), marks=pytest.mark.slow),
-        ("ngram", dict(num_draft_tokens=DRAFTS)),
+        pytest.param("ngram", dict(num_draft_tokens=DRAFTS), marks=pytest.mark.slow),
         *(
             pytest.param(name, options, marks=pytest.mark.slow)
             for name in ("reduced", "dflash2", "dspark", "dspark-rnn")

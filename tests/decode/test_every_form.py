@@ -131,7 +131,8 @@ def test_chains_follow_the_target(drafter: str, drawn: bool, verification: str) 
 @pytest.mark.parametrize(
     "drafter",
     [
-        "likely",
+        # Trees without penalties are in `test_distribution`, greedy ones with penalties in `test_adjustments`.
+        pytest.param("likely", marks=pytest.mark.slow),
         pytest.param("unlikely", marks=pytest.mark.slow),
         pytest.param("dflash", marks=pytest.mark.slow),
         pytest.param("mtp", marks=pytest.mark.slow),

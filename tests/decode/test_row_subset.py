@@ -84,6 +84,7 @@ def test_few_rows_get_the_same_tokens(
     assert set(rows) == {1}
 
 
+@pytest.mark.slow  # greedy rows by default
 def test_draws_and_what_rows_carry_stay_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds, penalties, biases and log-probabilities, in an engine that computes few rows and in one that does not."""
     c = case("31b")

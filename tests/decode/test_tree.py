@@ -154,7 +154,7 @@ def tree_engine(name: str, drafter: str, tree: Tree, count: int) -> Engine:
     ("name", "shape"),
     [
         ("e2b", "3 wide"),
-        ("26b-a4b", "5 wide"),
+        pytest.param("26b-a4b", "5 wide", marks=pytest.mark.slow),
         # 31b has the tree of MTP and the one of one branch, below.
         *(
             pytest.param(n, "3 wide", marks=pytest.mark.slow)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,9 +153,20 @@ def test_synthetic_acceptance_has_the_mean_asked_for(tau):
     assert abs(float(result.accepted.astype(jnp.float32).mean()) + 1 - tau) < 0.02
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["certain", "drawn"])
-@pytest.mark.parametrize("block", [False, True], ids=["standard", "block"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+QUICK = {(0.0, False, False), (0.8, False, True), (0.8, True, True)}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "block", "drawn"),
+    [
+        pytest.param(
+            *how,
+            id=f"{how[0]}-{'block' if how[1] else 'standard'}-{'drawn' if how[2] else 'certain'}",
+            marks=[] if how in QUICK else [pytest.mark.slow],
+        )
+        for how in itertools.product((0.0, 0.8), (False, True), (False, True))
+    ],
+)
 def test_a_row_with_fewer_drafts_is_judged_as_if_there_were_no_others(
     temperature: float, block: bool, drawn: bool
 ) -> None:

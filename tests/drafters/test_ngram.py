@@ -19,7 +19,7 @@ from jaxspec.options import FieldError, Tree
 from jaxspec.weights.conversion import convert
 from jaxspec.weights.loading import load_drafter
 from jaxspec.weights.model_def import ModelDef
-from tests import cases, fakes
+from tests import cases, fakes, short_pair
 
 LENGTH = 40
 
@@ -86,7 +86,10 @@ def test_trees_that_branch_are_refused() -> None:
         cases.engine_of(c.target, drafter, num_draft_tokens=4, tree=Tree(2, 2))
 
 
-def test_it_is_loaded_by_its_name_and_drafts_what_repeats() -> None:
+def test_it_is_loaded_by_its_name_and_drafts_what_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxspec.api.BUNDLED", short_pair.write(tmp_path / "short"))
     pair = jaxspec.load(drafter="ngram", dtype="float32")
     assert pair.drafter is not None
     assert not pair.drafter.params

@@ -120,6 +120,7 @@ def test_a_row_does_not_depend_on_its_neighbours(both: Both, plain: list[tuple[i
             assert done.token_ids == tokens[:NEW_TOKENS]
 
 
+@pytest.mark.slow  # continuations are those of transformers, and rows share images, by default
 def test_images_are_in_the_continuation(both: Both, plain: list[tuple[int, ...]]) -> None:
     """Other images of the same size continue otherwise, also with a store of prefixes."""
     other = tiny_images.prompt(both.model.vision.config, *PARTS[0], seed=0)  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import FieldError, Tree
 from tests import tiny
-from tests.cases import case, request, run, slow
+from tests.cases import case, request, run
 
 CACHE = 120
 SHORT_OF_MEMORY = 200  # tokens of pages: between one and two whole rows
@@ -86,7 +86,8 @@ def check_pair(pair: tuple[str, str], **options: Any) -> None:
     assert_no_page_is_lost(paged)
 
 
-@pytest.mark.parametrize("pair", [QUICK[0], *slow(QUICK[1])])
+@pytest.mark.slow  # test_random_chains compares pages with whole rows by default
+@pytest.mark.parametrize("pair", QUICK)
 def test_pages_give_what_whole_rows_give(pair: tuple[str, str]) -> None:
     check_pair(pair)
 
@@ -105,6 +106,7 @@ def test_pages_with_a_tree_and_rows_read_ahead() -> None:
     )
 
 
+@pytest.mark.slow
 def test_pages_with_a_plain_target() -> None:
     requests = prompts(5, 60)
     whole = run(engine(("31b", None)), requests)

@@ -123,6 +123,7 @@ def test_with_invariance_a_hit_gives_the_same_bits() -> None:
         assert_alike(done, expected_done)
 
 
+@pytest.mark.slow  # test_random_chains has such prefixes by default
 def test_prefixes_come_back_from_host_memory() -> None:
     """The device holds a row and at most three prompts here: each prompt was evicted when it comes again."""
     cold = engine()
@@ -164,7 +165,7 @@ def test_samples_of_a_prompt_and_what_prompts_share_are_read_once() -> None:
         assert_alike(d, expected)
 
 
-@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize("read_ahead", [0, *slow(2)])
 def test_those_who_wait_for_a_prompt_that_is_cancelled_read_it(read_ahead: int) -> None:
     hot = engine(**PLENTY, max_prefill_tokens=1, steps_per_return=1, read_ahead=read_ahead)
     first, *others = [hot.add(Request(BASE, NEW, id=i)) for i in range(3)]
@@ -236,6 +237,7 @@ def test_nothing_is_stored_of_numbers_that_are_not_finite() -> None:
     assert (hot.prefix_stats.entries, hot.prefix_stats.evictions) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_warm_engine_compiles_nothing_and_its_memory_does_not_grow() -> None:
     nbytes = min_bytes(engine(drafter=None))
     tight: dict[str, Any] = dict(cache_tokens=CACHE, prefix_bytes=nbytes, prefix_host_bytes=MANY)

@@ -26,7 +26,7 @@ from jaxspec.options import Drafting
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
 from jaxspec.weights.model_def import ModelDef
-from tests.cases import run
+from tests.cases import run, slow
 
 NEW_TOKENS = 128
 HELD_OUT = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
@@ -127,7 +127,7 @@ def test_dflash_steps_equal_those_without_caches(target: LoadedModel) -> None:
     assert_same_steps(done, steps_of(np.asarray(got), text), g)
 
 
-@pytest.mark.parametrize("position", ["last", pytest.param("next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("position", slow("last", "next"))
 def test_mtp_steps_equal_those_without_caches(target: LoadedModel, position: str) -> None:
     """All anchors of a text are drafted from at once, each seeing the K/V before it."""
     drafter = load_drafter(str(BUNDLED / "mtp"), dtype="float32")

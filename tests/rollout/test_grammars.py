@@ -109,7 +109,8 @@ def said(result: GenerateResult) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
-        ("mixed", dict(num_samples=2, batch_size=3)),
+        # By default: rows of an engine, in tests/engine, and what samplers draw under a grammar, in test_distribution.
+        pytest.param("mixed", dict(num_samples=2, batch_size=3), marks=pytest.mark.slow),
         *(
             pytest.param(d, {}, marks=pytest.mark.slow)
             for d in (None, "mixed", "hostile", "dflash", "mtp")

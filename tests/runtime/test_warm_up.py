@@ -178,6 +178,7 @@ def test_programs_are_compiled_before_caches_are_allocated(monkeypatch: pytest.M
         cache_length=128,
         cache_tokens="auto",
         read_ahead=0,
+        choose_length="never",  # one loop of steps in place of one for each length
     )
     states = []
     compile_in_thread = Compiler.submit
@@ -188,7 +189,7 @@ def test_programs_are_compiled_before_caches_are_allocated(monkeypatch: pytest.M
 
     monkeypatch.setattr(Compiler, "submit", submit)
     engine.add(request([2, 5, 7], 4))
-    assert len(states) > 3
+    assert len(states) > 2
     assert set(states) == {None}
     assert not engine.runtime.programs.pending  # programs for shapes serve the state itself
     count = engine.num_compilations

@@ -151,7 +151,6 @@ def result(case: str) -> dict[str, Any]:
         "cli",
         "errors",
         "sampler",
-        "training_meshes",
         "control",
     )
     return results((*DEFAULT, *more))[case]
@@ -276,9 +275,10 @@ def test_a_sampler_runs_inside_programs_of_any_mesh():
     assert results(("inside", "moved"))["inside"] == {"explicit": True, "mapped": True, "spread": 8}
 
 
+@pytest.mark.slow  # training/test_mesh trains on a mesh, rollout/test_sampler is called under some
 def test_weights_on_meshes_of_training_programs():
     """Explicit axes and axes of size 1 are taken; a split over another axis is refused with the call that helps."""
-    found = result("training_meshes")
+    found = results(("training_meshes",))["training_meshes"]
     refused = found.pop("refused")
     assert "is on a mesh with axes data, fsdp, model; expected data and model" in refused
     assert "jaxspec.place_params(target_params, target.model_def, mesh)" in refused
