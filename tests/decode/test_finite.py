@@ -255,6 +255,7 @@ def test_any_drafter_of_nan_changes_no_output(drafter: str, drafting: dict[str, 
 # --- the sampler -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # rows of engines by default
 def test_a_sampler_tells_of_failed_rows_and_counts_them_nowhere() -> None:
     """One row fails at its prompt, one after some steps, and one goes on."""
     c = case(NAME)

@@ -290,6 +290,7 @@ def test_an_embedding_that_is_the_targets_is_shared(tmp_path: Path) -> None:
     assert again.config == shared.config
 
 
+@pytest.mark.slow  # test_dspark has drafters of this container by default
 def test_output_is_that_of_plain_decoding(tmp_path: Path) -> None:
     c = cases.case("31b")
     for name, count in (("as-released", 4), ("sampled-from-the-anchor", 5)):

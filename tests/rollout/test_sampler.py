@@ -160,6 +160,7 @@ def test_samples_of_one_prefill_are_those_of_many(
     assert len({tuple(row) for row in result.tokens.tolist()}) == 4
 
 
+@pytest.mark.slow  # decode/test_lossless reads them in chunks by default
 def test_long_prompts_are_read_in_chunks(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_the_openai_client_sends_an_image(live: Live, pair: Pair) -> None:
         assert reply.output_text == want.text
 
 
+@pytest.mark.slow  # a client's image by default
 def test_images_of_several_turns_and_other_requests(live: Live, pair: Pair) -> None:
     """Requests with other images, and one without, do not meet."""
     chats = [
