@@ -92,9 +92,6 @@ class PagePool:
         """
         num_new = positions.shape[1] - len(running)
         left = self.num_without_rows
-        now = self.pages(int(positions[0, len(running)])) if num_new else {}
-        if not num_new or any(pages > left[slots] for slots, pages in now.items()):
-            return 0
         chance = np.ones(positions.shape) if alive is None else alive
         old = slice(0, len(running))
         fits = np.ones(num_new, bool)

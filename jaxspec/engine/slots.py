@@ -249,6 +249,10 @@ class Slots:
         """
         if self.pages is None or not requests:
             return len(requests)
+        of_new = [(r, new_tokens, self.first_positions(r, new_tokens)) for r in requests]
+        left, (*_, first) = self.pages.num_without_rows, of_new[0]
+        if any(pages > left[slots] for slots, pages in self.pages.pages(first).items()):
+            return 0  # while memory is full, before each call
         rows = {
             slot: row
             for slot, row in enumerate(self.rows)
@@ -257,7 +261,6 @@ class Slots:
         of_rows = [
             (r.request, len(r.tokens), self.pages.positions[slot]) for slot, r in rows.items()
         ]
-        of_new = [(r, new_tokens, self.first_positions(r, new_tokens)) for r in requests]
         of_all, got, now = zip(*of_rows, *of_new, strict=True)
         got, now = np.array(got), np.array(now)
         limits = np.array([request.max_new_tokens for request in of_all])

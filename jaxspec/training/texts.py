@@ -299,7 +299,13 @@ def take_answered(path: Path, prompts: Iterator[tuple[int, ...]]) -> int:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            if tuple(json.loads(line)["prompt_ids"]) != next(prompts, None):
+            try:
+                ids = tuple(json.loads(line)["prompt_ids"])
+            except (ValueError, KeyError, TypeError):
+                raise DataError(
+                    f"{path}, line {count + 1} is no answer: remove the file to answer all prompts anew"
+                ) from None
+            if ids != next(prompts, None):
                 raise DataError(
                     f"{path}, line {count + 1} answers another prompt than --data has there: remove "
                     "the file to answer all prompts anew"

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.training import texts as t
-from jaxspec.training.texts import Batches, DataError, Text, Texts
+from jaxspec.training.texts import Batches, DataError, Text, Texts, take_answered
 from tests import tiny_pair
 
 
@@ -134,3 +134,13 @@ def test_batches_follow_from_the_step_and_hold_each_text_once_an_epoch() -> None
     assert sorted(x[i].prompt for x in (learnt, held_out) for i in range(len(x))) == [
         (i,) for i in range(10)
     ]
+
+
+def test_a_line_that_is_no_answer_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "texts.partial"
+    path.write_text('{"prompt_ids": [1]}\n{"prompt')
+    assert take_answered(path, iter([(1,), (2,)])) == 1
+    assert path.read_text() == '{"prompt_ids": [1]}\n'
+    path.write_text('{"prompt_ids": [1]}\n\0\0\n')
+    with pytest.raises(DataError, match="line 2 is no answer: remove the file"):
+        take_answered(path, iter([(1,), (2,)]))

@@ -127,12 +127,14 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
         requests = check_requests(requests, engine.check, console)
         tally.errors.update(r.key[0] for r in requests if r.error)
         done: set[Key] = set()
-        if rows is not None:
+        digest = ""
+        if rows is not None or models.distributed:
             digest = models_digest(engine.spec, engine.target, engine.drafter)
+        if rows is not None:
             requests = [dataclasses.replace(r, digest=row_digest(digest, r)) for r in requests]
             done = take_over(rows, requests, console)
         if models.distributed:
-            check_agreement("models", models_digest(engine.spec, engine.target, engine.drafter))
+            check_agreement("models", digest)
             done = agree(done, requests)
         left = [r for r in requests if r.key not in done]
         if len(requests) == 1 and rows is None:

@@ -189,7 +189,9 @@ def _check_answers(out: Path, answers: RegenerateOptions, target: LoadedModel) -
     }
     file = out / ANSWERS
     if not file.exists():
-        file.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        temporary = file.with_suffix(".partial")
+        temporary.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        temporary.replace(file)
         return
     there = json.loads(file.read_text(encoding="utf-8"))
     if other := [name for name, value in about.items() if there.get(name) != value]:
