@@ -85,6 +85,7 @@ class Scheduler:
         # Processes would measure other times, and have to run the same calls.
         self._is_timed = not on_cpu(runtime.mesh) and jax.process_count() == 1
         self._step_s = self._pass_s = 0.0  # of the newest decode call and pass; 0: unknown
+        self._paused_s = 0.0  # of passes since rows decoded
 
     def step(self, max_steps: int) -> list[Update | Completion]:
         """Wait for the running call, launch the next one, and return the events of the first.
@@ -405,7 +406,8 @@ class Scheduler:
         if not self._step_s:
             return min(max_steps, FIRST_STEPS)
         waits = self.waiting or self._planner.pending
-        left_s = LONGEST_PAUSE_S - HOST_S - (self._pass_s if waits else 0.0)
+        passes_s = max(self._paused_s, self._pass_s if waits else 0.0)
+        left_s = LONGEST_PAUSE_S - HOST_S - passes_s
         return min(max_steps, max(1, math.floor(left_s / self._step_s)))
 
     def _row_subset(self, *, small_batches: bool) -> np.ndarray | None:
@@ -424,12 +426,14 @@ class Scheduler:
         self._is_busy = False
         if self._prefill_tokens:
             self.runtime.timings.prefill_s += taken_s
+            self._paused_s += taken_s
             # The next pass may be as full as the last ones were.
             self._pass_s = max(taken_s, self._pass_s / 2)
             if self._prefixes is not None:
                 self._prefixes.keep(slots)
         else:
             self.runtime.timings.decode_s += taken_s
+            self._paused_s = 0.0
             lengths = slots.new_acceptance_lengths
             if steps := max(map(len, lengths), default=0):
                 self._step_s = taken_s / steps

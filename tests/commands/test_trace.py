@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jaxspec.commands.bench import trace
+from jaxspec.commands.bench import run, trace
+from jaxspec.commands.bench.options import TraceOptions
 from jaxspec.commands.bench.trace import TraceRequest
 from jaxspec.commands.cli import app
+from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
-from jaxspec.options import Drafting
+from jaxspec.options import Drafting, Sampling
+from jaxspec.runtime import memory
+from jaxspec.weights.sharding import make_mesh
 from tests.commands.test_bench import tiny_pair
 
 
@@ -120,3 +127,23 @@ def test_what_a_run_of_a_trace_reports(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace.draw(report, moments, "a trace", tmp_path / "trace.png")
     assert (tmp_path / "trace.png").stat().st_size > 10_000
+
+
+def test_slots_with_pages_may_be_longer_than_memory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of 32,768 tokens beside 63 short ones was refused, as if all slots had that length."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"prompt_tokens": 5, "new_tokens": 2}\n{"prompt_tokens": 900, "new_tokens": 9}'
+    )
+    options = TraceOptions(trace=str(path), slots=64)
+    of_pair: Any = (ModelOptions(), Drafting(), Sampling())
+    pair, _, length = run._traced(*of_pair, options, None, 0)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    limit = memory.footprint(pair.spec, 16, length, mesh).total
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: limit)
+    with pytest.raises(memory.DeviceMemoryError, match="64 rows with caches"):
+        run._traced(*of_pair, options, None, 0)
+    paged = dataclasses.replace(options, cache_tokens="2048")
+    assert run._traced(*of_pair, paged, None, 0)[2] == length

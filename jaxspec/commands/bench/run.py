@@ -209,7 +209,8 @@ def _traced(
     """Return the models of a trace, its requests, and the positions of a slot."""
     stream = None if options.trace in (None, GENERATED) else trace.read(Path(options.trace))
     positions = max((r.prompt_tokens + r.new_tokens for r in stream or ()), default=1)
-    sizes: dict[str, Any] = dict(rows=options.slots, positions=positions, sampling=sampling)
+    rows = options.slots if options.cache_tokens is None else 1  # an engine checks its pages itself
+    sizes: dict[str, Any] = dict(rows=rows, positions=positions, sampling=sampling)
     pair = make_pair(models, drafting, preset, seed=seed, with_weights=with_weights, **sizes)
     if stream is None:
         limit = pair.spec.target.config.max_positions
