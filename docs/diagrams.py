@@ -303,6 +303,34 @@ def ring() -> Picture:
     return p
 
 
+def pages() -> Picture:
+    p = Picture(262, "The tables of two rows list pages of one pool; both begin with pages 7 and 2")
+    w, x, y, number = 44, 20, 108, 10
+    shared = dict.fromkeys((7, 2), ANCHOR)
+    tables = [
+        ("row 1: 230 tokens", 34, {**shared, 9: COMMITTED, 4: COMMITTED}),
+        ("row 2: 150 tokens", 182, {**shared, 5: DRAFT}),
+    ]
+    fills = {page: fill for _, _, table in tables for page, fill in table.items()}
+    p.cells(x, y, [(fills.get(page, EMPTY), str(page)) for page in range(number)], width=w)
+    for side, (words, top, table) in zip((-1, 1), tables, strict=True):
+        p.cells(x, top, [(fill, str(page)) for page, fill in table.items()], width=w)
+        p.text(x + 4 * w + 12, top + 20, words, anchor="start")
+        near, far = (top + 30, y - 1) if side < 0 else (top, y + 31)
+        for i, page in enumerate(table):
+            shift = 8 * side if page in shared else 0
+            p.line((x + (i + 0.5) * w, near), (x + (page + 0.5) * w + shift, far))
+    p.text(
+        x, 22, "entry s // 64 of a table: the page of slot s", size=12, fill=FAINT, anchor="start"
+    )
+    p.text(460, 168, "the pages of a layer", size=12, fill=FAINT, anchor="end")
+    kinds = [(COMMITTED, "row 1"), (DRAFT, "row 2"), (ANCHOR, "both: a prefix"), (EMPTY, "neither")]
+    for i, (fill, words) in enumerate(kinds):
+        p.box(x + i * 90 + (40 if i == 3 else 0), 232, 14, 14, fill)
+        p.text(x + 20 + i * 90 + (40 if i == 3 else 0), 243, words, size=12, anchor="start")
+    return p
+
+
 def dflash() -> Picture:
     p = Picture(
         420, "DFlash: features of target layers become keys and values; one pass fills all masks"
@@ -502,6 +530,7 @@ PICTURES: tuple[Callable[[], Picture], ...] = (
     step,
     rollback,
     ring,
+    pages,
     dflash,
     mtp,
     tree,

@@ -115,6 +115,7 @@ def test_what_a_run_of_a_trace_reports(tmp_path: Path) -> None:
     assert list(report.ttft_ms) == list(report.tpot_ms) == ["p50", "p95", "p99", "max"]
     assert 0 < report.slots_in_use <= 2
     assert report.preemptions == engine.num_preemptions
+    assert report.cache_tokens == 2 * 64
     assert moments[-1].running == moments[-1].waiting == 0
     assert np.all(np.diff([m.tokens for m in moments]) >= 0)
     console = Console(width=80, record=True)

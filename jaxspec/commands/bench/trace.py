@@ -197,6 +197,7 @@ class TraceReport:
         50th, 95th and 99th percentile of all requests, and the largest.
       longest_pause_ms: between two updates of a request with new tokens.
       slots_in_use: mean over time.
+      cache_tokens: for which the caches have room.
       preemptions: rows that gave up their pages for older ones, and went on later.
       acceptance_length: mean tokens per verify step; None without a drafter.
       lengths: by number of verified drafts: steps of the batch, and milliseconds of one with all
@@ -219,6 +220,7 @@ class TraceReport:
     longest_pause_ms: float
     slots: int
     slots_in_use: float
+    cache_tokens: int
     preemptions: int
     acceptance_length: float | None
     lengths: dict[int, dict[str, float | int | None]]
@@ -264,6 +266,7 @@ def run(
         longest_pause_ms=max(s.pause_s for s in timings) * 1e3,
         slots=engine.batch_size,
         slots_in_use=in_use / wall_s,
+        cache_tokens=engine.cache_tokens,
         preemptions=engine.num_preemptions - before.preemptions,
         acceptance_length=float(np.mean(lengths)) if engine.drafter and lengths else None,
         lengths={
@@ -327,8 +330,8 @@ def render(report: TraceReport) -> Group:
     waits.add_row("for each further token", *map(digits, report.tpot_ms.values()))
     lines = [
         f"{report.requests} requests, {report.prompt_tokens:,} prompt tokens, "
-        f"{report.new_tokens:,} new ones; the longest pause of a row: "
-        f"{digits(report.longest_pause_ms)} ms; {report.preemptions} preemptions",
+        f"{report.new_tokens:,} new ones; caches for {report.cache_tokens:,} tokens; the longest "
+        f"pause of a row: {digits(report.longest_pause_ms)} ms; {report.preemptions} preemptions",
         f"{report.programs} programs, compiled beforehand in {report.compile_s:.1f} s; "
         f"{report.late_compilations} compiled later",
     ]
