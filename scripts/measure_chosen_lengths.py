@@ -1,0 +1,290 @@
+"""Compare `choose_length="survival"` with the better of plain decoding and all drafts, for docs/draft-length.md.
+
+    python -m scripts.measure_chosen_lengths [--json out/chosen_lengths.json]
+    python -m scripts.measure_chosen_lengths --bundled --rows 4 --new-tokens 64 --level 1.5   (on a CPU)
+
+The models have random weights: the first layers of 26B-A4B and DFlash. What a draft is worth is therefore made up,
+and all work is done. Each draft has a chance, by the ease of its row, which is drawn anew every 8 steps. The chance is
+the draft's confidence, and with that chance it is accepted. A level is the mean tokens of a step that verifies all
+drafts. All rows begin together, and none comes after them. Each line of the table is of one level:
+
+    plain             tokens a second of an engine without a drafter
+    full              of one that verifies all drafts (`never`)
+    always, survival  tokens a second against the better of these two. First the engine knows the cost of steps and
+                      nothing of the text ("first"), then it runs the same requests once more ("again")
+
+Time counts from the first tokens of the rows on. Compiling is left out. One engine has the drafter: its
+`draft_length` is another one for each column, so that a step of all drafts is the same program in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import jaxspec
+from jaxspec import Drafting, Engine, Request, Sampling, decode, decode_loop
+from jaxspec.configs.dflash import default_feature_layers
+from jaxspec.drafters.base import AnyDrafter, Draft
+from jaxspec.engine.draft_length import DraftLengthController
+from jaxspec.engine.request import Completion
+from jaxspec.models.target import Target
+from jaxspec.registry import family_of, presets
+from jaxspec.sampling import Stream, fold_keys
+from jaxspec.shapes import Array, Float, Int
+from jaxspec.state import DecodeSpec, DecodeState
+from jaxspec.verify import AcceptResult, synthetic_verify
+from jaxspec.weights.define import model_def_of, random_drafter
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import ModelDef
+
+PRESET = "26b-a4b"
+STEPS_OF_EASE, SPREAD_OF_EASE = 8, 1.2
+"""Steps for which a row is as easy to draft, and the deviation of the ease, as log-odds. That of drafts is 1."""
+
+
+# --- made-up drafts ------------------------------------------------------------------------------
+
+
+def middling_chance(tokens: float, num_draft_tokens: int) -> float:
+    """Return the chance of a draft of middling ease, if steps of all drafts commit so many tokens on average."""
+    rng, low, high = np.random.default_rng(0), -9.0, 9.0
+    ease = SPREAD_OF_EASE * rng.normal(size=(20_000, 1))
+    odds = ease + rng.normal(size=(20_000, num_draft_tokens))
+    for _ in range(30):
+        middle = (low + high) / 2
+        survival = np.cumprod(1 / (1 + np.exp(-middle - odds)), axis=1)
+        few = 1 + survival.sum(axis=1).mean() < tokens
+        low, high = (middle, high) if few else (low, middle)
+    return 1 / (1 + np.exp(-low))
+
+
+def made_up_chances(state: DecodeState, num_draft_tokens: int) -> Float[Array, "B G"]:
+    """Return the chance that each draft of the next step is accepted after accepted ones.
+
+    The level of a row travels in its `top_p`, which greedy rows do not use: it is the chance of a draft of
+    middling ease.
+    """
+    step, rows = state.num_steps + 1, state.anchors.shape[0]
+    slots = jnp.broadcast_to(
+        jnp.arange(num_draft_tokens, dtype=jnp.int32), (rows, num_draft_tokens)
+    )
+    normal = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (), jnp.float32)))
+    noise = normal(fold_keys(state.keys, step, slots, Stream.DRAFT))
+    ease = normal(fold_keys(state.keys, step // STEPS_OF_EASE, slots[:, :1], Stream.TOKEN))
+    level = jnp.log(state.sampling.top_p) - jnp.log1p(-state.sampling.top_p)
+    return jax.nn.sigmoid(level[:, None] + SPREAD_OF_EASE * ease + noise)
+
+
+def made_up_draft(
+    target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
+) -> Draft:
+    """Do the work of `decode.propose`. Return made-up drafts: the id of a draft is its chance."""
+    real, size = _PROPOSE(target, drafter, spec, state), spec.target.config.vocab_size
+    chances = made_up_chances(state, spec.num_draft_tokens)[:, : real.tokens.shape[1]]
+    # The real drafts stay in the data flow, so that XLA does not remove their work.
+    tokens = jnp.minimum((chances * size).astype(jnp.int32), size - 1) + jnp.minimum(real.tokens, 0)
+    if real.confidence is None:
+        return real.replace(tokens=tokens)
+    confidence = _chance_of(tokens, size) + jnp.minimum(real.confidence, 0.0)
+    return real.replace(tokens=tokens, confidence=confidence)
+
+
+def made_up_verify(
+    logits: Float[Array, "B T V"],
+    draft: Int[Array, "B G"],
+    acceptance_length: float,
+    keys: Array,
+    steps: Int[Array, " B"],
+) -> AcceptResult:
+    """Do the work of `synthetic_verify`, then accept drafts by their own chances."""
+    none = synthetic_verify(logits, draft, acceptance_length, keys, steps)
+    slots = jnp.broadcast_to(jnp.arange(draft.shape[1], dtype=jnp.int32), draft.shape)
+    uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))
+    hits = uniform(fold_keys(keys, steps, slots, Stream.ACCEPT)) < _chance_of(
+        draft, logits.shape[-1]
+    )
+    accepted = jnp.sum(jnp.cumprod(hits.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    return none.replace(accepted=none.accepted + accepted)
+
+
+@contextlib.contextmanager
+def made_up_drafts() -> Iterator[None]:
+    """Let all drafts be made up in this block. The product knows nothing of it."""
+    with (
+        mock.patch.multiple(decode, propose=made_up_draft, synthetic_verify=made_up_verify),
+        mock.patch.object(decode_loop, "propose", made_up_draft),
+    ):
+        yield
+
+
+def _chance_of(tokens: Int[Array, "B G"], vocab_size: int) -> Float[Array, "B G"]:
+    return (tokens.astype(jnp.float32) + 0.5) / vocab_size
+
+
+_PROPOSE = decode.propose
+NO_DRAFT = Drafting(synthetic_acceptance=1.0)  # `made_up_verify` adds those that it accepts
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def random_model(model_def: ModelDef, seed: int) -> LoadedModel:
+    """Return a model of random weights."""
+    params = family_of(model_def.config).randomise(model_def.random_params(seed), seed)
+    return LoadedModel(model_def, params, model_def.config, None, Path(), "random weights")
+
+
+def random_pair(layers: int) -> tuple[LoadedModel, LoadedModel]:
+    """Return the first layers of the target, and a DFlash drafter of full size for them.
+
+    It reads as many features as that for the whole target, some of them twice.
+    """
+    target = model_def_of(presets()[PRESET], "bfloat16")
+    cut = dataclasses.replace(target.config, layer_types=target.config.layer_types[:layers])
+    drafter, _ = random_drafter(PRESET, "dflash", "bfloat16")
+    features = default_feature_layers(layers, len(drafter.config.feature_layers))
+    fitted = dataclasses.replace(drafter.config, feature_layers=features, num_target_layers=layers)
+    models = (dataclasses.replace(target, config=cut), dataclasses.replace(drafter, config=fitted))
+    return random_model(models[0], 0), random_model(models[1], 1)
+
+
+class Measured(NamedTuple):
+    """One run of all requests.
+
+    Attributes:
+      tokens: after the first tokens of rows.
+      steps: steps of rows, by the drafts that they verified.
+    """
+
+    tokens: int
+    seconds: float
+    steps: dict[int, int]
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def measured(engine: Engine, requests: Sequence[Request]) -> Measured:
+    """Run all requests, and count from their first tokens on."""
+    begin, ends, first, done = 0.0, 0.0, {}, []
+    for event in engine.run(requests):
+        ends = time.perf_counter()
+        begin = begin or ends
+        assert not isinstance(event, Completion) or event.error is None, event
+        first.setdefault(event.id, len(event.token_ids))
+        if isinstance(event, Completion):
+            done.append(event)
+    tokens = sum(len(c.token_ids) - first[c.id] for c in done)
+    steps = Counter(length for c in done for length in c.verify_lengths)
+    return Measured(tokens, ends - begin, dict(sorted(steps.items())))
+
+
+def with_choice(known: DraftLengthController, choose: str) -> DraftLengthController:
+    """Return a controller that knows what a warm one knows of costs, and has seen no text."""
+    fresh = copy.copy(known)
+    fresh.choose = choose
+    fresh.chooser, fresh.gate = copy.deepcopy((known.chooser, known.gate))
+    if choose != "survival":
+        fresh.gate = None
+    if choose == "never":
+        fresh.chooser = None
+    return fresh
+
+
+def compare(
+    target: LoadedModel,
+    drafter: LoadedModel,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    levels: Sequence[float],
+) -> Iterator[tuple[float, dict[str, Measured]]]:
+    """Yield each level and the runs of all kinds, with a row for each prompt."""
+
+    def requests(chance: float) -> list[Request]:
+        sampling = Sampling(top_p=chance)
+        return [Request(p, new_tokens, sampling, seed=i) for i, p in enumerate(prompts)]
+
+    options: dict[str, Any] = dict(requests=requests(1.0), batch_size=len(prompts))
+    plain = Engine.fitting(target, None, **options)
+    engine = Engine.fitting(target, drafter, drafting=NO_DRAFT, choose_length="survival", **options)
+    for made in (plain, engine):
+        made.warm_up({len(prompts[0])})
+        measured(made, requests(1.0)[:1])  # a first run takes longer
+    print(f"{len(prompts)} rows: {engine.timings.compile_s:.0f} s of compiling", flush=True)
+    known = engine.draft_length
+    for level in levels:
+        asked = requests(middling_chance(level, engine.spec.num_draft_tokens))
+        runs = {"plain": measured(plain, asked)}
+        for choose in ("never", "always", "survival"):
+            engine.draft_length = with_choice(known, choose)
+            runs[choose] = measured(engine, asked)
+            if choose != "never":
+                runs[f"{choose}, again"] = measured(engine, asked)
+        yield level, runs
+
+
+def main(
+    rows: Annotated[list[int], typer.Option(min=1)] = [8, 32],  # noqa: B006
+    level: Annotated[list[float], typer.Option(min=1)] = [1.2, 1.6, 2.5, 4, 6, 12],  # noqa: B006
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    new_tokens: Annotated[int, typer.Option(min=2)] = 900,
+    layers: Annotated[int, typer.Option(min=6, help="of the target")] = 6,
+    bundled: Annotated[bool, typer.Option("--bundled", help="the bundled pair instead")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+) -> None:
+    """Measure and print a table."""
+    began = time.perf_counter()
+    target, drafter = jaxspec.load() if bundled else random_pair(layers)
+    assert drafter is not None
+    table = Table("rows", "level", "plain", "full", "always", "again", "survival", "again")
+    rng, found = np.random.default_rng(0), []
+    for batch in rows:
+        ids = rng.integers(5, target.config.vocab_size, (batch, prompt_tokens)).tolist()
+        for tokens, runs in compare(target, drafter, [*map(tuple, ids)], new_tokens, level):
+            better = max(runs["plain"].speed, runs["never"].speed)
+            ratios = {name: run.speed / better for name, run in runs.items()}
+            speeds = [f"{runs[name].speed:,.0f}" for name in ("plain", "never")]
+            speeds += [f"{100 * (ratio - 1):+.1f} %" for ratio in list(ratios.values())[2:]]
+            table.add_row(str(batch), f"{tokens:g}", *speeds)
+            print(
+                f"{time.perf_counter() - began:.0f} s: {batch} rows, {tokens:g}: {speeds}",
+                flush=True,
+            )
+            values = {name: run._asdict() for name, run in runs.items()}
+            found.append({"rows": batch, "level": tokens, "ratios": ratios, "runs": values})
+            if json_path is not None:  # a run that is cut off leaves what it has
+                json_path.parent.mkdir(parents=True, exist_ok=True)
+                about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+                about |= {"models": "bundled" if bundled else f"{PRESET}, {layers} layers"}
+                about |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+                json_path.write_text(json.dumps({**about, "found": found}) + "\n")
+    console = Console(width=100)
+    console.print(table)
+    console.print(
+        f"{'bundled' if bundled else f'{PRESET}, {layers} layers'}, {prompt_tokens} + {new_tokens} tokens "
+        f"a row, {jax.devices()[0].device_kind}, jax {jax.__version__}, "
+        f"{time.perf_counter() - began:.0f} s in all"
+    )
+
+
+if __name__ == "__main__":
+    with made_up_drafts():
+        typer.run(main)
