@@ -55,18 +55,18 @@ TIMED_STEPS = 4
 TRIES, MAX_CHANGE = 5, 1.25
 """Later times that compare a length with the one in use; and the greatest factor between one and the estimate."""
 SECOND_LOOK = 3.0
-"""Loss of the first try of all drafts, over what must be saved up for it. The first look may have been unlucky."""
-FULL_TRIES = 7
-"""Tries of all drafts for one of another length."""
+"""Loss of the first try that is a look, over what must be saved up for it. The first look may have been unlucky."""
+LOOKS = 7
+"""Looks, as `Chooser` has them, for a try of another length."""
 PATIENCE_STEPS = 128
 """Steps between two tries."""
 
-GATE_EVIDENCE, TRY_STEPS, GATE_SURE = 64, 16, 256
+GATE_EVIDENCE, TRY_STEPS, GATE_SURE, GATE_KEPT = 64, 16, 256, 512
 """Steps of rows in a try of `SurvivalGate`, and the most steps of the batch. Calls are as short until
-`GATE_SURE` steps of rows were seen."""
+`GATE_SURE` steps of rows were seen. Age leaves the weight of `GATE_KEPT` steps, so that tries add up."""
 GATE_DOUBT = 2.0
 """Margin that steps which choose need, beside `MARGIN`, after tries of one step of one row: two standard errors of
-its tokens. With 0.6, slower steps were taken for quicker ones in a run out of ten."""
+its tokens. With 0.6, a run out of ten took slower steps for quicker ones."""
 GATE_LOAN = 2
 """Steps whose seconds may be owed."""
 MIN_DECODE_S, TIMES_COMPILING = 2.0, 2.0
@@ -305,8 +305,8 @@ class Chooser:
         self.steps = dict.fromkeys(self.lengths, 0)  # so far
         self.credit = Credit()
         self._since_try = 0  # steps
-        self._full_tries = 0  # of all drafts, since another length was tried
-        self._was_full_tried = False
+        self._looks = 0  # since another length was tried
+        self._was_second_look = False
         self._calls_s: deque[float] = deque(maxlen=PACE_CALLS)  # of tries, but for their steps
         self._max_steps = 0  # of the last call
         self._tried = dict.fromkeys(self.lengths, 0)  # total steps when it was last used
@@ -370,12 +370,13 @@ class Chooser:
             return Choice(short, best)
         if self._since_try >= PATIENCE_STEPS and (other := self._to_try(best)) is not None:
             # Drafts that were not verified are worth a look. Of others only the time is to be learned.
-            least = later if other == self.full else short
+            is_look = other in self._worth_a_look(best)
+            least = later if is_look else short
             loss_s, call_s = self._loss_s(other, best, rows), self._call_s(best, rows)
             # A call costs something anyhow. So it has as many steps as lose as much again.
             steps = int(min(max_steps, max(least, call_s / loss_s if loss_s > 0 else max_steps)))
             owed_s = loss_s * steps + call_s
-            if other == self.full and not self._was_full_tried:
+            if is_look and not self._was_second_look:
                 owed_s /= SECOND_LOOK
             if owed_s <= self.credit.seconds:
                 return Choice(steps, other)
@@ -425,14 +426,15 @@ class Chooser:
             self._since_try += steps
             return
         self._since_try = 0
-        self._full_tries = self._full_tries + 1 if length == self.full else 0
+        is_look = length in self._worth_a_look(self.current)
+        self._looks = self._looks + 1 if is_look else 0
         if (cost := self.costs.of(length, rows)) is not None:
             call_s = max(seconds - cost * steps, 0.0)
             counted_s = min(call_s, LONGEST * self._call_s(self.current, rows))
             self._calls_s.append(call_s)
             self.credit.pay(self._loss_s(length, self.current, rows) * steps + counted_s)
-            if length == self.full and not self._was_full_tried:
-                self._was_full_tried, self.credit.seconds = True, max(self.credit.seconds, 0.0)
+            if is_look and not self._was_second_look:
+                self._was_second_look, self.credit.seconds = True, max(self.credit.seconds, 0.0)
 
     def _loss_s(self, other: int, best: int, rows: float) -> float:
         """Return the seconds that a step of another length loses."""
@@ -448,16 +450,23 @@ class Chooser:
             return min(self._calls_s)
         return self.costs.of(best, rows) or 0.0
 
+    def _worth_a_look(self, best: int) -> tuple[int, ...]:
+        """Return the lengths that may be better than they look, since nothing recent is known of their drafts.
+
+        They are all drafts, and beside plain decoding also the middle of the ladder, before them. A few drafts
+        vary less than all, so they tell sooner whether drafting pays.
+        """
+        return (self.lengths[len(self.lengths) // 2], self.full) if best == 0 else (self.full,)
+
     def _to_try(self, best: int) -> int | None:
         """Return the length of the next try; None for none.
 
-        More drafts may be better than they look: nothing recent is known of drafts that were not
-        verified. So most tries are of all drafts. Any other length may be better too, if it was
-        timed wrongly.
+        Most tries are looks. Any other length may be better too, if it was timed wrongly.
         """
         others = self.compiled - {best}
-        if self.full in others and (self._full_tries < FULL_TRIES or others == {self.full}):
-            return self.full
+        looks = [v for v in self._worth_a_look(best) if v in others]
+        if looks and (self._looks < LOOKS or others == {*looks}):
+            return looks[self._looks % len(looks)]
         return min(others - {self.full}, key=lambda v: self._tried[v], default=None)
 
     def _to_compile(self, rows: float, compile_s: float) -> int | None:
@@ -529,7 +538,7 @@ class _Calls:
         rows = row_steps / steps
         half_life = max(MEMORY_STEPS, MEMORY_ROWS / rows)
         keep = 0.5 ** ((now - self._at) / half_life)
-        keep = max(keep, min(1.0, GATE_SURE / (2 * self.row_steps))) if self.row_steps else 0.0
+        keep = max(keep, min(1.0, GATE_KEPT / self.row_steps)) if self.row_steps else 0.0
         self._at = now
         self.tokens = self.tokens * keep + tokens
         self.row_seconds = self.row_seconds * keep + seconds * rows
