@@ -9,6 +9,9 @@ sliding layer is a ring of R slots, in which position p is in slot p mod R. Noth
 The number of written positions tells which position a slot holds. Rejected tokens are rolled back
 by a length that does not count them.
 
+On a mesh that splits the rows of a batch, each part of the rows has caches of its own. Numbers of rows and
+of pages count those of a part, see `mesh.on_each_part`.
+
 A ring has at least `slack` more slots than its window. A pass may therefore write up to `slack`
 tokens before it reads, and any of these tokens may be rejected. No write hides a key that a later
 query still sees.
@@ -25,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec.mesh import CACHE_AXES, ROWS, on_each_part
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 from pallas_kernels.attention import KVSegment, gathered
 from pallas_kernels.qkv import Destination, write_kv
@@ -39,6 +43,8 @@ Tables = dict[int, Int[Array, "_ _"]]
 """The pages of each row, [R, N], by the number of slots that a row has in a cache."""
 HostTables = dict[int, np.ndarray]
 """The same in host memory."""
+SEGMENT_AXES = KVSegment(CACHE_AXES, CACHE_AXES, ROWS, ROWS, ROWS)
+DESTINATION_AXES = Destination(CACHE_AXES, CACHE_AXES, ROWS, ROWS)
 T = TypeVar("T")
 
 
@@ -168,15 +174,20 @@ def clear_rows(cache: KVCache, rows: Bool[Array, " R"], tables: Tables | None) -
     """
     if cache.row_slots is not None:
         assert tables is not None
-        table = tables[cache.row_slots]
-        # A page past the last is dropped.
-        pages = jnp.where(rows[:, None], table, cache.k.shape[0]).reshape(-1)
-        zero = jnp.zeros((), cache.k.dtype)
-        k, v = (x.at[pages].set(zero, mode="drop") for x in (cache.k, cache.v))
+        both = CACHE_AXES, CACHE_AXES
+        args = cache.k, cache.v, rows, tables[cache.row_slots]
+        k, v = on_each_part(_clear_pages, args, (*both, ROWS, ROWS), both)
     else:
         where = rows[:, None, None, None]
         k, v = (jnp.where(where, jnp.zeros((), x.dtype), x) for x in (cache.k, cache.v))
     return cache.replace(k=k, v=v)
+
+
+def _clear_pages(k: Array, v: Array, rows: Array, table: Array) -> tuple[Array, Array]:
+    # A page past the last is dropped.
+    pages = jnp.where(rows[:, None], table, k.shape[0]).reshape(-1)
+    zero = jnp.zeros((), k.dtype)
+    return k.at[pages].set(zero, mode="drop"), v.at[pages].set(zero, mode="drop")
 
 
 def destination(
@@ -222,7 +233,9 @@ def write(
 
     The other arguments are as in `destination`.
     """
-    k, v = write_kv(destination(cache, k.shape[2], start, count, slots), k, v)
+    both = CACHE_AXES, CACHE_AXES
+    args = destination(cache, k.shape[2], start, count, slots), k, v
+    k, v = on_each_part(write_kv, args, (DESTINATION_AXES, *both), both)
     return cache.replace(k=k, v=v)
 
 
@@ -291,7 +304,10 @@ def segments_of_pass(
         return (view(cache.replace(k=k, v=v), start + count, slots),)
     positions = start[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, :]
     before = view(cache, start, slots)
-    return gathered(before) if lent else before, pass_segment(k, v, positions, count, seen_by)
+    if lent:
+        copied = SEGMENT_AXES._replace(seen_by=None, pages=None)
+        before = on_each_part(gathered, (before,), (SEGMENT_AXES,), copied)
+    return before, pass_segment(k, v, positions, count, seen_by)
 
 
 def keep_pass(

@@ -31,10 +31,11 @@ from jaxspec.cache import Tables
 from jaxspec.constraint import Allowed, Constraint, constraint_of_prefill
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors, visible_rows
+from jaxspec.mesh import on_each_part
 from jaxspec.models.target import Target, TargetOutput, keep_rows
 from jaxspec.packing import packed_pass
 from jaxspec.row_subset import put_rows, rows_of, take_rows
-from jaxspec.sampling import Stream, adjust, fold_keys
+from jaxspec.sampling import Stream, TokenCounts, adjust, fold_keys
 from jaxspec.shapes import Array, Float, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk, commit
 from jaxspec.text.grammars.automaton import Automaton
@@ -74,7 +75,8 @@ def prefill(
         kept = Kept.of(chunk.tokens, output, chunk.start, chunk.count, chunk.slots)
         state = dataclasses.replace(state, drafter=drafter.absorb(state.drafter, kept))
     if state.counts is not None:
-        counts = state.counts.with_prompt(chunk.tokens, chunk.count, chunk.slots)
+        args = state.counts, chunk.tokens, chunk.count, chunk.slots
+        counts = on_each_part(TokenCounts.with_prompt, args)
         state = dataclasses.replace(state, counts=counts)
     # A step without drafts for the rows whose prompt ends: its anchor is the last prompt token.
     rows, lengths = take_rows(state, chunk.slots), chunk.start + chunk.count - 1

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jaxspec.shapes import Array
+from jaxspec.shapes import Array, Int
 from pallas_kernels.rounding import Rounded, Sums
 
 MESH_AXES = ("data", "model")
@@ -139,6 +139,38 @@ def on_each_device(
     of_args = jax.tree.unflatten(structure, [_spec(n, split) for n in names])
     mapped = jax.shard_map(local, in_specs=of_args, out_specs=of_result, check_vma=False)
     return mapped(*args)
+
+
+def on_each_part(
+    run: Callable[..., T], args: tuple[Any, ...], axes: Any = ROWS, result: Any = ROWS
+) -> T:
+    """Call an operation on every part of a batch, in which numbers of rows and pages count those of that part.
+
+    A pass over some rows of a state has as many of each part, in the order of the parts. No row, and
+    no page of its keys and values, is then sent to another device. The arguments are as in
+    `on_each_device`. Where rows are not split, `run` gets `args` as they are.
+    """
+    return run(*args) if row_parts() == 1 else on_each_device(run, args, axes, result)
+
+
+def rows_at(tree: T, slots: Int[Array, " b"]) -> T:
+    """Return the rows of arrays in some slots, which are numbered as in `on_each_part`."""
+    return on_each_part(lambda tree, slots: jax.tree.map(lambda x: x[slots], tree), (tree, slots))
+
+
+def set_rows(tree: T, slots: Int[Array, " b"], rows: T) -> T:
+    """Write rows of arrays into some slots, likewise. A slot past the last is dropped."""
+
+    def put(tree: T, slots: Array, rows: T) -> T:
+        return jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), tree, rows)
+
+    return on_each_part(put, (tree, slots, rows))
+
+
+def row_numbers(count: int) -> Int[Array, " count"]:
+    """Return the number of each of so many rows in its part of the batch, see `on_each_part`."""
+    numbers, parts = jnp.arange(count, dtype=jnp.int32), row_parts()
+    return numbers if count % parts else numbers % (count // parts)
 
 
 def mesh_left_to_xla() -> AbstractMesh | None:

@@ -1,5 +1,6 @@
 """Compute some rows of a state and leave the others alone.
 
+Rows that a mesh splits are numbered in each part for itself, see `mesh.on_each_part`.
 `take_rows` and `put_rows` stand around a pass over prompts, and around a decode loop for few active
 rows. Small arrays are taken out of the state and put back. Caches and the drafter's state stay
 where they are, and are read and written by slot number. An engine with rows that are read ahead
@@ -11,31 +12,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.cache import Tables
+from jaxspec.mesh import rows_at, set_rows
 from jaxspec.shapes import Array, Int
 from jaxspec.state import DecodeSpec, DecodeState
 
 
 def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
     """Return the rows in `slots`, with the caches and the drafter's state of all slots."""
-    rows = jax.tree.map(lambda x: x[slots], state.small)
+    rows = rows_at(state.small, slots)
     return dataclasses.replace(rows, caches=state.caches, drafter=state.drafter, slots=slots)
 
 
 def put_rows(state: DecodeState, rows: DecodeState) -> DecodeState:
     """Write rows of `take_rows` back after a step. A slot past the last is dropped."""
     assert rows.slots is not None
-
-    def put(old: Array, new: Array) -> Array:
-        return old.at[rows.slots].set(new, mode="drop")
-
-    changed = {
-        name: jax.tree.map(put, getattr(state, name), getattr(rows, name)) for name in _CHANGED
-    }
+    old, new = ({name: getattr(of, name) for name in _CHANGED} for of in (state, rows))
+    changed = set_rows(old, rows.slots, new)
     return dataclasses.replace(state, caches=rows.caches, drafter=rows.drafter, **changed)
 
 
@@ -47,7 +43,7 @@ def rows_of(tables: Tables | None, slots: Int[Array, " b"] | None) -> Tables | N
     """
     if tables is None or slots is None:
         return tables
-    return {size: table[slots] for size, table in tables.items()}
+    return rows_at(tables, slots)
 
 
 _CHANGED = (

@@ -234,7 +234,8 @@ class DecodeState(struct.PyTreeNode):
       guides: the number of each row's `text.grammars.guides.Guide`, or `NO_GUIDE`; None if the spec
         has no grammars.
       automaton: each row's state in an automaton; None without an automaton.
-      slots: each row's row in the caches and in the drafter's state; None: row i has row i.
+      slots: each row's row in the caches and in the drafter's state, numbered in its part of the batch
+        (`mesh.on_each_part`); None: row i has row i.
       survival: past drafts and widths; None if steps do not choose what they verify.
     """
 
@@ -291,7 +292,7 @@ class DecodeState(struct.PyTreeNode):
 class PrefillChunk(struct.PyTreeNode):
     """Prompt tokens for some slots. A row past its end has count 0, and slot B is none."""
 
-    slots: Int[Array, " b"]
+    slots: Int[Array, " b"]  # of the row's part of the batch, see `mesh.on_each_part`
     tokens: Int[Array, "b T"]
     start: Int[Array, " b"]
     count: Int[Array, " b"]

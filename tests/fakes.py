@@ -79,9 +79,8 @@ class LookupDrafter(_Fake):
         return jnp.zeros(batch, jnp.int32)
 
     def absorb(self, state: Array, kept: Kept) -> Array:
-        rows = jnp.arange(kept.start.shape[0]) if kept.slots is None else kept.slots
-        rows = jnp.where((kept.start == 0) & (kept.count > 0), rows, state.shape[0])
-        return state.at[rows].set(kept.tokens[:, 0], mode="drop")
+        rows = jnp.where(kept.start == 0, kept.tokens[:, 0], kept.rows_of(state))
+        return kept.put(state, rows)
 
     def draft(
         self,
@@ -95,8 +94,7 @@ class LookupDrafter(_Fake):
         draws: Draws | None = None,
     ) -> Draft:
         sequences = self.sequences[...]
-        state = state if view.slots is None else state[view.slots]
-        known = sequences[jnp.argmax(state[:, None] == sequences[:, 0], axis=-1)]
+        known = sequences[jnp.argmax(view.rows_of(state)[:, None] == sequences[:, 0], axis=-1)]
         depth = num_draft_tokens if tree is None else tree.depth
         index = lengths[:, None] + 1 + jnp.arange(depth)[None, :]
         tokens = jnp.take_along_axis(known, index, axis=1, mode="clip") + self.shift[...]

@@ -14,10 +14,12 @@ import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
 from jaxspec.cache import KVCache, Paging
+from jaxspec.mesh import rows_at, set_rows
 from jaxspec.models.target import Caches, Target, TargetOutput
 from jaxspec.options import Tree
 from jaxspec.quantised.kv import KVStorage
@@ -25,6 +27,7 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 StateT = TypeVar("StateT")
+S = TypeVar("S")
 
 
 class TargetView(struct.PyTreeNode):
@@ -33,7 +36,8 @@ class TargetView(struct.PyTreeNode):
     Attributes:
       num_verified: the number of a chain's drafts that the target verifies, from the first one on.
         A drafter may leave the others out if that does not change these. None: all.
-      slots: each row's row in the caches and in the drafter's state; None: row i has row i.
+      slots: each row's row in the caches and in the drafter's state; None: row i has row i. On a mesh they
+        are numbered in each part of the batch for itself, so that a state is read by `rows_of`.
       wants_confidence: whether a chain should have `Draft.confidence`, if the drafter can tell it.
     """
 
@@ -43,6 +47,10 @@ class TargetView(struct.PyTreeNode):
     num_verified: int | None = struct.field(pytree_node=False, default=None)
     slots: Int[Array, " B"] | None = None
     wants_confidence: bool = struct.field(pytree_node=False, default=False)
+
+    def rows_of(self, state: S) -> S:
+        """Return the rows of a drafter's state, of arrays alone, that the rows of the call have."""
+        return state if self.slots is None else rows_at(state, self.slots)
 
     def last_kv(self, kind: str) -> KVCache:
         """Return the cache of the last layer of a kind ("sliding" or "full") that owns its K/V."""
@@ -68,7 +76,7 @@ class Kept(struct.PyTreeNode):
       features: the outputs of the drafter's `feature_layers`.
       start: the position of each row's first token.
       count: the number of real tokens of each row.
-      slots: the state row of each row; None when row i belongs to state row i.
+      slots: the state row of each row; None when row i belongs to state row i. As in `TargetView`.
     """
 
     tokens: Int[Array, "b T"]
@@ -89,6 +97,21 @@ class Kept(struct.PyTreeNode):
     ) -> Kept:
         """Make a `Kept` of tokens and the target's output for them."""
         return cls(tokens, output.hidden, output.features, start, count, slots)
+
+    def rows_of(self, state: S) -> S:
+        """Return the rows of a drafter's state, of arrays alone, that the tokens belong to."""
+        return state if self.slots is None else rows_at(state, self.slots)
+
+    def put(self, state: S, rows: S) -> S:
+        """Write these rows into the state, those with tokens alone."""
+        if self.slots is None:
+
+            def choose(old: Array, new: Array) -> Array:
+                return jnp.where(self.count.reshape(-1, *(1,) * (old.ndim - 1)) > 0, new, old)
+
+            return jax.tree.map(choose, state, rows)
+        past_last = max(len(x) for x in jax.tree.leaves(state))
+        return set_rows(state, jnp.where(self.count > 0, self.slots, past_last), rows)
 
 
 class Draws(struct.PyTreeNode):

@@ -129,10 +129,7 @@ class MTPDrafter(Drafter[MTPState]):
             # Of a prompt only the last token's hidden state was computed.
             last = jnp.clip(kept.count - 1, 0, kept.hidden.shape[1] - 1)[:, None, None]
             hidden = jnp.take_along_axis(kept.hidden, last, axis=1)[:, 0].astype(state.dtype)
-            if kept.slots is None:
-                return jnp.where(kept.count[:, None] > 0, hidden, state)
-            rows = jnp.where(kept.count > 0, kept.slots, state.shape[0])  # past the end: dropped
-            return state.at[rows].set(hidden, mode="drop")
+            return kept.put(state, hidden)
 
     def draft(
         self,
@@ -151,7 +148,7 @@ class MTPDrafter(Drafter[MTPState]):
             lengths[:, None] - 1,
             {kind: view.stored_kv(kind) for kind in kinds},
         )
-        states = (state if view.slots is None else state[view.slots])[:, None]
+        states = view.rows_of(state)[:, None]
 
         def step(
             states: Float[Array, "B E D"], tokens: Int[Array, "B F"], origins: Int[Array, "B F"]

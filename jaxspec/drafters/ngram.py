@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxspec.cache import Paging
 from jaxspec.configs.ngram import MAX_DRAFT_TOKENS, NGramConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
+from jaxspec.mesh import on_each_part, row_numbers
 from jaxspec.options import Tree
 from jaxspec.shapes import Array, DTypeLike, Int
 
@@ -57,11 +58,15 @@ class NGramDrafter(Drafter[NGramState]):
 
     def absorb(self, state: NGramState, kept: Kept) -> NGramState:
         b, t = kept.tokens.shape
-        rows = jnp.arange(b, dtype=jnp.int32) if kept.slots is None else kept.slots
+        rows = row_numbers(b) if kept.slots is None else kept.slots
         offset = jnp.arange(t, dtype=jnp.int32)[None, :]
         real = offset < kept.count[:, None]
         at = jnp.where(real, kept.start[:, None] + offset, state.shape[1])  # past the end: dropped
-        return state.at[rows[:, None], at].set(kept.tokens.astype(jnp.int32), mode="drop")
+
+        def put(state: Array, rows: Array, at: Array, tokens: Array) -> Array:
+            return state.at[rows[:, None], at].set(tokens.astype(jnp.int32), mode="drop")
+
+        return on_each_part(put, (state, rows, at, kept.tokens))
 
     def draft(
         self,
@@ -75,7 +80,7 @@ class NGramDrafter(Drafter[NGramState]):
         draws: Draws | None = None,
     ) -> Draft:
         with jax.named_scope("ngram_draft"):
-            text = state if view.slots is None else state[view.slots]
+            text = view.rows_of(state)
             rows = jnp.arange(text.shape[0], dtype=jnp.int32)
             text = text.at[rows, lengths].set(anchors, mode="drop")
             tokens = look_up(

@@ -247,7 +247,7 @@ class Engine:
         self.draft_length = DraftLengthController(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
         if max_prefill_tokens is None and not on_cpu(mesh):
-            max_prefill_tokens = self.runtime.shapes.full
+            max_prefill_tokens = self.runtime.shapes.full_tokens
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._prefixes: Store | None = None

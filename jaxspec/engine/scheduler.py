@@ -345,7 +345,7 @@ class Scheduler:
         """
         if not self.runtime.read_ahead or not self.waiting or self._deferred_steps >= max_steps:
             return False
-        return self._planner.num_left < self.runtime.shapes.full
+        return self._planner.num_left < self.runtime.shapes.full_tokens
 
     def _prefill(self) -> None:
         """Launch a prefill pass."""

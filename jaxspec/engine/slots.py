@@ -138,6 +138,7 @@ class Slots:
 
     Attributes:
       count: rows of the state.
+      parts: of the rows, on a mesh that splits them. Each has as many as the others.
       pages: of the rows; None where each row has one page.
       rows: by slot; None where the slot is free.
       headroom: positions beyond its prompt for which a row gets pages at first.
@@ -148,6 +149,7 @@ class Slots:
     def __init__(self, runtime: Runtime, num_stop_ids: int):
         self.runtime, self.num_stop_ids = runtime, num_stop_ids
         self.count = count = runtime.num_rows
+        self.parts = runtime.shapes.parts
         self.pages = PagePool(count, runtime.page_counts) if runtime.paging else None
         self.rows: list[Row | None] = [None] * count
         self.headroom = self.call_tokens = 0
@@ -334,7 +336,9 @@ class Slots:
         first = {slot: row.guide.first_mask() for slot, row in rows.items() if row and row.guide}
         if not first:
             return chunk
-        slots = np.asarray(chunk.slots).tolist()
+        numbers = np.asarray(chunk.slots).reshape(self.parts, -1)
+        each = self.count // self.parts
+        slots = (numbers + each * np.arange(self.parts)[:, None]).ravel().tolist()
         free = np.full_like(next(iter(first.values())), ALL)
         masks = np.stack([first.get(slot, free) for slot in slots])
         return dataclasses.replace(chunk, masks=masks)

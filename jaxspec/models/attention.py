@@ -22,7 +22,6 @@ from jaxspec.mesh import (
     Axes,
     constrain,
     on_each_device,
-    row_parts,
     whole_rows,
 )
 from jaxspec.models.layers import rope_cos_sin, rope_frequencies, sums_of
@@ -224,14 +223,11 @@ def project_qkv(
         return qkv(projected, *args, groups=of_head, **kwargs)
 
     args = projected, q_norm, k_norm, *angles, into
-    if into is not None and _pages_are_apart(into.pages):
-        q, k, v = run(*args)
-    else:
-        of_outputs: Any = Axes(*axes[2:])
-        of_projected = Sums(axes, ROWS, of_outputs) if isinstance(projected, Sums) else axes
-        of_caches = None if into is None else Destination(CACHE_AXES, CACHE_AXES, ROWS, ROWS)
-        of_args = of_projected, WHOLE, WHOLE, ROWS, ROWS, of_caches
-        q, k, v = on_each_device(run, args, of_args, QKV(axes, CACHE_AXES, CACHE_AXES))
+    of_outputs: Any = Axes(*axes[2:])
+    of_projected = Sums(axes, ROWS, of_outputs) if isinstance(projected, Sums) else axes
+    of_caches = None if into is None else kv.DESTINATION_AXES
+    of_args = of_projected, WHOLE, WHOLE, ROWS, ROWS, of_caches
+    q, k, v = on_each_device(run, args, of_args, QKV(axes, CACHE_AXES, CACHE_AXES))
     if q is not None:
         q = constrain(q, *axes)
     if k is not None and v is not None:
@@ -266,12 +262,5 @@ def attend(
     options: dict[str, Any] = dict(scale=scale, window=window, causal=causal)
     run = functools.partial(attention, **options, value_scale=value_scale)
     args = q, q_positions, segments
-    if any(_pages_are_apart(s.pages) for s in segments):
-        return constrain(run(*args), *QUERY_AXES)
-    keys = KVSegment(CACHE_AXES, CACHE_AXES, ROWS, ROWS, ROWS)
-    return on_each_device(run, args, (QUERY_AXES, ROWS, (keys,) * len(segments)), QUERY_AXES)
-
-
-def _pages_are_apart(pages: Array | None) -> bool:
-    """Return whether the pages of a row may be on another device than the row."""
-    return pages is not None and row_parts() > 1
+    keys = (kv.SEGMENT_AXES,) * len(segments)
+    return on_each_device(run, args, (QUERY_AXES, ROWS, keys), QUERY_AXES)

@@ -45,7 +45,6 @@ from jaxspec.rollout.rollout import (
     result_of,
     row_keys,
 )
-from jaxspec.row_subset import take_rows
 from jaxspec.shapes import Array, Bool, Int, Params
 from jaxspec.state import DecodeState
 
@@ -147,7 +146,8 @@ def _store(
     rows, past = owners[slots], prompts.past
     if past is not None:
         past = jax.tree.map(lambda x: x[jnp.minimum(rows, len(x) - 1)], past)
-    rows_result = result_of(plan, take_rows(state, slots), past)
+    of_slots = jax.tree.map(lambda x: x[slots], state.small)  # of any part of a mesh
+    rows_result = result_of(plan, of_slots, past)
     return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), result, rows_result)
 
 

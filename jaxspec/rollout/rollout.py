@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.decode_loop import decode_loop
-from jaxspec.mesh import varying_as
+from jaxspec.mesh import row_numbers, varying_as
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Past, Prompts
 from jaxspec.runtime.prefill import prefill_prompts
 from jaxspec.runtime.runtime import cache_length_for
@@ -194,7 +194,7 @@ def fork(
             state = dataclasses.replace(state, automaton=at)
     head = prompts.lengths - 1
     last = PrefillChunk(
-        slots=jnp.arange(rows, dtype=jnp.int32),
+        slots=row_numbers(rows),
         tokens=jnp.take_along_axis(prompts.tokens, head[:, None], axis=1),
         start=head,
         count=jnp.ones(rows, jnp.int32),

@@ -108,13 +108,10 @@ class RecallDrafter(Drafter[Recalled]):
         return Draft(jnp.stack(drafts, axis=1))
 
     def absorb(self, state: Recalled, kept: Kept) -> Recalled:
-        b = state.last.shape[0]
-        rows = jnp.arange(kept.start.shape[0]) if kept.slots is None else kept.slots
-        read = jnp.minimum(rows, b - 1)
-        new = kept.start == 0  # another request's row
-        last = jnp.where(new, -1, state.last[read])
-        followers = jnp.where(new[:, None], -1, state.followers[read])
-        own = jnp.arange(rows.shape[0])
+        before, new = kept.rows_of(state), kept.start == 0  # another request's row
+        last = jnp.where(new, -1, before.last)
+        followers = jnp.where(new[:, None], -1, before.followers)
+        own = jnp.arange(len(last))
 
         def learn(
             carry: tuple[Array, Array], token: tuple[Array, Array]
@@ -127,8 +124,4 @@ class RecallDrafter(Drafter[Recalled]):
 
         is_kept = jnp.arange(kept.tokens.shape[1])[:, None] < kept.count[None, :]
         (last, followers), _ = lax.scan(learn, (last, followers), (kept.tokens.T, is_kept))
-        at = jnp.where(kept.count > 0, rows, b)
-        return Recalled(
-            state.last.at[at].set(last, mode="drop"),
-            state.followers.at[at].set(followers, mode="drop"),
-        )
+        return kept.put(state, Recalled(last, followers))

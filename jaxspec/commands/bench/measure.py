@@ -70,7 +70,7 @@ class CasePrograms:
         if context is None:
             fill = [
                 feed(runtime, state, runtime.place(chunk))
-                for chunk in chunks_of(prompts, runtime.shapes.longest)
+                for chunk in chunks_of(prompts, runtime.shapes.longest, runtime.shapes.parts)
             ]
         else:
             state = with_random_caches(state, seed)
@@ -206,17 +206,22 @@ def admission_of(runtime: Runtime, max_new_tokens: int, seed: int, sampling: Sam
     return runtime.admission(range(batch), limits, no_stop, [sampling] * batch, seeds)
 
 
-def chunks_of(prompts: np.ndarray, longest: int) -> list[PrefillChunk]:
+def chunks_of(prompts: np.ndarray, longest: int, parts: int = 1) -> list[PrefillChunk]:
     """Cut prompts of one length, one for each slot, into chunks without padding.
 
     Args:
       longest: tokens of a pass, if that is more than `PREFILL_CHUNK` of each row.
+      parts: of the slots, on a mesh.
     """
     batch, length = prompts.shape
     width = max(PREFILL_CHUNK, longest // batch)
     return [
         make_chunk(
-            {i: (p, begin) for i, p in enumerate(prompts)}, batch, min(width, length - begin), batch
+            {i: (p, begin) for i, p in enumerate(prompts)},
+            batch,
+            min(width, length - begin),
+            batch,
+            parts=parts,
         )
         for begin in range(0, length, width)
     ]
