@@ -104,11 +104,7 @@ class QuantisedArray:
         """
         if self.rounds_activations or (rounding and get_format(self.format).rounds_activations):
             return self.multiply_rounded(rows, dtype).values(dtype)
-        names = self._names()
-        inputs, outputs = (
-            [names[i] for i in range(self.ndim) if (i in self.contracting_axes) is contracting]
-            for contracting in (True, False)
-        )
+        inputs, outputs = self._inputs_and_outputs()
 
         def run(rows: Array, parts: dict[str, Array]) -> Array:
             return get_format(self.format).multiply(rows, self._local(parts), dtype)
@@ -149,7 +145,16 @@ class QuantisedArray:
         if not isinstance(rows, Rounded):
             codes, scales = round_rows(rows.reshape(rows.shape[0], -1))
             rows = Rounded(codes.reshape(rows.shape), scales)
-        return get_format(self.format).multiply_rounded(rows, self, dtype)
+
+        def run(codes: Array, parts: dict[str, Array]) -> Array:
+            part = Rounded(codes, rows.scales)  # scales meet the sums, which are whole by then
+            return get_format(self.format).multiply_rounded(part, self._local(parts), dtype).sums
+
+        inputs, outputs = self._inputs_and_outputs()
+        axes = Axes("batch", *inputs), self._names_of_parts()
+        args, result = (rows.codes, self.parts), Axes("batch", *outputs)
+        sums = on_each_device(run, args, axes, result, contracting=Axes(*inputs))
+        return Sums(sums, rows.scales, self.scales)
 
     def _names(self) -> tuple[str | None, ...]:
         """Return a name, or None, for each axis of the weight, of those that devices may split."""
@@ -158,6 +163,12 @@ class QuantisedArray:
         if self.shape[last] % get_format(self.format).block:
             names[last] = None
         return tuple(names)
+
+    def _inputs_and_outputs(self) -> tuple[list[str | None], list[str | None]]:
+        """Return the names of the axes that a product sums over, and of the others."""
+        names = self._names()
+        outputs = [name for i, name in enumerate(names) if i not in self.contracting_axes]
+        return [names[i] for i in self.contracting_axes], outputs
 
     def _names_of_parts(self) -> dict[str, Axes]:
         """Return the names of the axes of each array. Axes of blocks and groups have their weight's."""

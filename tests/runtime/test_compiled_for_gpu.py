@@ -279,6 +279,23 @@ def test_devices_exchange_activations_only(preset: str, drafts: str, data: int, 
     assert sums <= of_target + 2 * drafter + embeddings + features
 
 
+def test_devices_multiply_8_bit_floats_and_exchange_scales_of_rows() -> None:
+    """31B in fp8-dynamic. Devices round a row by one scale, of its largest number on any of them."""
+    spec, batch = small("31b", "none"), 8
+    formats = formats_for(spec.target, "fp8-dynamic")
+    found = compile_loop_on_mesh(
+        dataclasses.replace(spec, target=spec.target.with_formats(formats)), batch, 1, 2
+    )
+    layers, width = len(spec.target.config.layers), spec.target.config.hidden_size
+    shapes = re.findall(r"(\w+)\[([\d,]+)\]\S* all-reduce(?:-start)?\(", found)
+    scales = [shape for shape in shapes if shape == ("f32", str(batch))]
+    sums = [shape for shape in shapes if shape == ("bf16", f"{batch},{width}")]
+    assert len(scales) == len(sums) == 2 * layers
+    assert not re.search(r"f8e4m3fn\[[\d,]+\]\S* all-gather", found)
+    products = re.findall(r'custom_call_target="mosaic_gpu|matmul.f8"| dot\(', found)
+    assert len(products) >= 4 * layers
+
+
 @pytest.mark.parametrize(
     ("preset", "batch", "drafts", "temporary_mb"),
     [
