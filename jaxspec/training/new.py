@@ -43,6 +43,9 @@ def new_config(
     target: ModelConfig,
     *,
     layers: int | None = None,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    num_heads: int | None = None,
     block_size: int = 8,
     mask_token_id: int | None = None,
     container: str = "z-lab",
@@ -51,8 +54,12 @@ def new_config(
 
     Args:
       kind: one of `kinds`.
-      layers: None for 5, or for as many as there are feature layers to read of a small target. Assistants have
-        four.
+      layers: None for 5, or for as many as there are feature layers to read of a small target; of assistants,
+        for 4.
+      hidden_size: of assistants; None for a quarter of the target's, and at least 128. Block drafters have the
+        target's.
+      intermediate_size: of the MLPs; None for twice the hidden size.
+      num_heads: of queries; None for the width over the size of a head, of assistants for the target's.
       block_size: of block drafters.
       mask_token_id: of block drafters; None for that of released ones.
       container: of block drafters, one of `CONTAINERS`. A drafter in that of speculators has copies of the
@@ -64,7 +71,9 @@ def new_config(
     """
     if kind not in _NEW:
         raise ConfigError(f"kind is {kind}; expected one of {', '.join(_NEW)}")
-    config = _NEW[kind](target, layers, block_size, mask_token_id)
+    config = _NEW[kind](
+        target, _Sizes(layers, hidden_size, intermediate_size, num_heads, block_size, mask_token_id)
+    )
     if container == "z-lab":
         return config
     if container not in CONTAINERS:
@@ -91,16 +100,31 @@ def new_config(
     )
 
 
-def _block_fields(
-    target: Any, layers: int | None, block_size: int, mask_token_id: int | None
-) -> dict[str, Any]:
-    count = layers or max(1, min(5, target.num_layers // 4))
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a new drafter, as `new_config` takes them."""
+
+    layers: int | None
+    hidden_size: int | None
+    intermediate_size: int | None
+    num_heads: int | None
+    block_size: int
+    mask_token_id: int | None
+
+
+def _block_fields(target: Any, sizes: _Sizes) -> dict[str, Any]:
     width = target.hidden_size
+    if sizes.hidden_size not in (None, width):
+        raise ConfigError(
+            f"hidden_size is {sizes.hidden_size}, and a block drafter has the target's, {width}: leave it out"
+        )
+    count = sizes.layers or max(1, min(5, target.num_layers // 4))
     head_dim = 128 if width >= 1024 else 32
-    heads = max(1, width // head_dim)
+    heads = sizes.num_heads or max(1, width // head_dim)
     kv_heads = next(k for k in (8, 4, 2, 1) if heads % k == 0)
     windows = [spec.window for spec in target.layers if spec.window]
     taps = max(2, min(count + 1, target.num_layers - 1))
+    mask_token_id = sizes.mask_token_id
     if mask_token_id is None:
         mask_token_id = MASKS.get(target.vocab_size, 4)
     return dict(
@@ -111,8 +135,8 @@ def _block_fields(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=2 * width,
-        block_size=block_size,
+        intermediate_size=sizes.intermediate_size or 2 * width,
+        block_size=sizes.block_size,
         mask_token_id=mask_token_id,
         feature_layers=default_feature_layers(target.num_layers, taps),
         num_target_layers=target.num_layers,
@@ -123,12 +147,12 @@ def _block_fields(
     )
 
 
-def _dflash(target: Any, *sizes: Any) -> DFlashConfig:
-    return DFlashConfig(**_block_fields(target, *sizes))
+def _dflash(target: Any, sizes: _Sizes) -> DFlashConfig:
+    return DFlashConfig(**_block_fields(target, sizes))
 
 
-def _dflash2(target: Any, *sizes: Any) -> DFlash2Config:
-    return _as_dflash2(_dflash(target, *sizes))
+def _dflash2(target: Any, sizes: _Sizes) -> DFlash2Config:
+    return _as_dflash2(_dflash(target, sizes))
 
 
 def _as_dflash2(config: DFlashConfig) -> DFlash2Config:
@@ -136,8 +160,8 @@ def _as_dflash2(config: DFlashConfig) -> DFlash2Config:
     return DFlash2Config(**_fields(config), selector_rank=rank)
 
 
-def _dspark(target: Any, *sizes: Any) -> DSparkConfig:
-    return _as_dspark(_dflash(target, *sizes))
+def _dspark(target: Any, sizes: _Sizes) -> DSparkConfig:
+    return _as_dspark(_dflash(target, sizes))
 
 
 def _as_dspark(config: DFlashConfig) -> DSparkConfig:
@@ -149,27 +173,26 @@ def _fields(config: DFlashConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in DFlashConfig.__dataclass_fields__}
 
 
-def _mtp(target: Any, layers: int | None, block_size: int, mask_token_id: int | None) -> MTPConfig:
-    del layers, mask_token_id
+def _mtp(target: Any, sizes: _Sizes) -> MTPConfig:
     needed = ("full_num_kv_heads", "full_head_dim", "sliding_window")
     if any(getattr(target, name, None) is None for name in needed):
         raise ConfigError("an MTP assistant needs a target of Gemma 4; for this one take dflash")
-    width = target.hidden_size
+    width = sizes.hidden_size or max(128, target.hidden_size // 4)
     rope = ("rope_theta", "full_rope_theta", "full_partial_rotary_factor", "full_rope_factor")
     return MTPConfig(
         vocab_size=target.vocab_size,
-        hidden_size=max(128, width // 4),
-        backbone_hidden_size=width,
-        layer_types=("sliding",) * 3 + ("full",),
-        num_heads=target.num_heads,
+        hidden_size=width,
+        backbone_hidden_size=target.hidden_size,
+        layer_types=("sliding",) * ((sizes.layers or 4) - 1) + ("full",),
+        num_heads=sizes.num_heads or target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
         full_num_kv_heads=target.full_num_kv_heads,
         full_head_dim=target.full_head_dim,
-        intermediate_size=2 * max(128, width // 4),
+        intermediate_size=sizes.intermediate_size or 2 * width,
         sliding_window=target.sliding_window,
         max_positions=target.max_positions,
-        num_draft_tokens=min(5, block_size - 1),
+        num_draft_tokens=min(5, sizes.block_size - 1),
         **{name: getattr(target, name) for name in rope},
     )
 

@@ -56,6 +56,12 @@ class RunOptions:
         "Stop after so many measurements without a better one. Default: never.",
         range=at_least(1),
     )
+    minutes: float | None = option(
+        None,
+        "End after so many minutes of training, programs and measurements included. The rate then "
+        "falls by the clock, and --steps is the most. Default: no limit.",
+        range=_POSITIVE,
+    )
     updates_per_call: int = option(
         8,
         "Updates that go to the device together. More leave it less idle, and hold more batches.",

@@ -57,7 +57,7 @@ class TrainingResult:
       first_acceptance_length: before the first update.
       held_out: the prompts that were measured on.
       resumed_from: the step of the checkpoint that the run went on from; 0 for none.
-      stopped: why the run ended: "steps" or "patience".
+      stopped: why the run ended: "steps", "patience" or "minutes".
     """
 
     params: Params
@@ -87,6 +87,9 @@ def train(
     The result is the best state by acceptance on the held-out prompts, the start among them: it is never worse
     there than what the run began with.
 
+    With `options.minutes` the number of updates follows from their speed, so another run of the same options has
+    other parameters.
+
     Args:
       start: the drafter's weights before the first update.
       directory: of the run; it is made if needed.
@@ -98,6 +101,7 @@ def train(
       TrainingError: a loss or gradient is not finite. The last good state is in a checkpoint.
       CheckpointError: the directory holds another run, or is damaged.
     """
+    entered = time.perf_counter()
     plan = trainer.plan
     drafts = plan.drafter.bind_abstract().default_draft_tokens
     texts = texts if isinstance(texts, Texts) else Texts.of(texts)
@@ -116,22 +120,23 @@ def train(
     if record.first is None and held_out:
         record.first = record.best = measure(state.params, state.fixed)
         curves.add({"step": 0, "held_out_acceptance_length": record.first})
+    clock = _Clock(options.minutes, o.steps, entered - record.seconds)
     pauses = [o.steps, options.save_every, *([options.evaluate_every] if held_out else [])]
     together = min(options.updates_per_call, *pauses)
 
     def end_of(step: int) -> int:
         """Return the last of the updates after a step that go to the device together."""
-        return min(step + together, o.steps, *(step - step % n + n for n in pauses[1:]))
+        return min(step + together, clock.end, *(step - step % n + n for n in pauses[1:]))
 
     begin, stopped = time.perf_counter(), "steps"
     step, end = resumed_from, end_of(resumed_from)
     batch = batches(step, end, together) if step < o.steps else None
     while batch is not None and stopped == "steps":
         # The host reads the next texts meanwhile. After an update that is not finite the state stays.
-        state, metrics = trainer.updates(state, target.params, batch, end - step)
+        state, metrics = trainer.updates(state, target.params, batch, end - step, clock.end)
         done, step, end = range(step + 1, end + 1), end, end_of(end)
-        batch = batches(step, end, together) if step < o.steps else None
-        last = step == o.steps
+        last = step == clock.end
+        batch = None if last else batches(step, end, together)
         evaluates = bool(held_out) and (last or step % options.evaluate_every == 0)
         saves = last or step % options.save_every == 0
         reported = [i for i in done if i % options.report_every == 0]
@@ -139,6 +144,12 @@ def train(
             continue
         if int(state.failed) >= 0:
             _refuse(run, state, best, record)
+        if not last:
+            clock.look(step)
+            end, last = min(end, clock.end), step == clock.end
+            evaluates, saves = evaluates or (last and bool(held_out)), saves or last
+        if last and step < o.steps:
+            stopped = "minutes"
         if (evaluates or saves) and step not in reported:
             reported.append(step)
         numbers = _values(metrics)
@@ -155,7 +166,8 @@ def train(
         rate = (step - resumed_from) / (time.perf_counter() - begin)
         for line in lines:
             curves.add(line)
-        notify(_shown(lines[-1], o.steps, rate))
+        notify(_shown(lines[-1], clock.end, rate))
+        record.seconds = clock.seconds()
         if saves or stopped != "steps":
             run.save(state, best, record)
     if not held_out:
@@ -221,12 +233,44 @@ def _kept(
 
 @dataclass
 class _Record:
-    """Measurements so far."""
+    """Measurements so far, and the seconds that they and the updates took."""
 
     first: float | None = None
     best: float | None = None
     best_step: int = 0
     waited: int = 0
+    seconds: float = 0.0
+
+
+class _Clock:
+    """Says how many updates a run has: all of them, or those that there is time for.
+
+    Attributes:
+      end: the last update, as far as is known.
+    """
+
+    def __init__(self, minutes: float | None, steps: int, begin: float):
+        self.limit_s = None if minutes is None else 60 * minutes
+        self.steps, self.begin, self.end = steps, begin, steps
+        self._first: tuple[int, float] | None = None
+
+    def seconds(self) -> float:
+        """Return the time that the run has taken."""
+        return time.perf_counter() - self.begin
+
+    def look(self, step: int) -> None:
+        """Set the end by the speed so far, at a moment when the device has done all updates to a step."""
+        if self.limit_s is None:
+            return
+        now = self.seconds()
+        left_s = max(self.limit_s - now, 0.0)
+        if self._first is None:
+            # Programs were compiled until now, which says nothing of the speed.
+            self._first, steps_left = (step, now), self.steps - step if left_s else 0
+        else:
+            before, then = self._first
+            steps_left = int(left_s * (step - before) / max(now - then, 1e-9))
+        self.end = min(self.steps, step + steps_left)
 
 
 class _Acceptance:

@@ -140,16 +140,21 @@ class Plan:
     options: TrainingOptions
     weights: LossWeights
 
-    def rate(self) -> optax.Schedule:
-        """Return the learning rate of each step."""
-        o = self.options
-        warmup = min(round(o.warmup * o.steps), o.steps - 1)
-        rise = [optax.linear_schedule(0.0, o.learning_rate, warmup)] if warmup else []
-        fall = optax.cosine_decay_schedule(o.learning_rate, o.steps - warmup)
-        return optax.join_schedules([*rise, fall], [warmup] if warmup else [])
+    def rate(self, step: Int[Array, ""], end: Int[Array, ""]) -> Float[Array, ""]:
+        """Return the learning rate of a step.
+
+        Args:
+          end: the steps of the run. It is no constant of the program, since a clock may set it.
+        """
+        at, steps = step.astype(jnp.float32), end.astype(jnp.float32)
+        warmup = jnp.minimum(jnp.round(self.options.warmup * steps), steps - 1)
+        rise = at / jnp.maximum(warmup, 1)
+        done = jnp.clip((at - warmup) / jnp.maximum(steps - warmup, 1), 0, 1)
+        fall = (1 + jnp.cos(jnp.pi * done)) / 2
+        return self.options.learning_rate * jnp.where(at < warmup, rise, fall)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Return AdamW. Norms and scales do not decay."""
+        """Return AdamW at a rate of 1. Norms and scales do not decay."""
         o = self.options
 
         def decays(params: Any) -> Any:
@@ -157,7 +162,8 @@ class Plan:
 
         return optax.chain(
             optax.clip_by_global_norm(o.clip),
-            optax.adamw(self.rate(), b2=0.98, weight_decay=o.weight_decay, mask=decays),
+            optax.scale_by_adam(b2=0.98),
+            optax.add_decayed_weights(o.weight_decay, decays),
         )
 
 
@@ -235,30 +241,43 @@ class Trainer:
         return jax.tree_util.tree_map_with_path(of, tree)
 
     def update(
-        self, state: TrainState, target_params: Any, batch: Batch | Sequences
+        self,
+        state: TrainState,
+        target_params: Any,
+        batch: Batch | Sequences,
+        end: int | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Take a step. The state is donated.
 
         The places of anchors depend on the options' seed and on the number of the step alone.
+
+        Args:
+          end: the step at which the rate is 0; None for the options' steps.
         """
         if isinstance(batch, Sequences):
             batch = Batch.of(batch)
-        return self._run(_step, state, target_params, batch, PartitionSpec(None, "data"))
+        return self._run(_step, state, target_params, batch, PartitionSpec(None, "data"), end)
 
     def updates(
-        self, state: TrainState, target_params: Any, batches: Batch, count: int
+        self,
+        state: TrainState,
+        target_params: Any,
+        batches: Batch,
+        count: int,
+        end: int | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Take several steps in one program, as `update` would one after the other. The state is donated.
 
         Args:
           batches: with one axis more, of which the first `count` are taken. Their number is compiled for,
             `count` is not.
+          end: as of `update`.
 
         Returns:
           The state, and the numbers of each update; those behind `count` are 0.
         """
         rows = PartitionSpec(None, None, "data")
-        return self._run(_steps, state, target_params, batches, rows, jnp.int32(count))
+        return self._run(_steps, state, target_params, batches, rows, end, jnp.int32(count))
 
     def _run(
         self,
@@ -267,11 +286,13 @@ class Trainer:
         target_params: Any,
         batch: Batch,
         rows: Any,
+        end: int | None,
         *more: Any,
     ) -> tuple[TrainState, Metrics]:
         target_params = flat_params(target_params, self.plan.target)
+        last = jnp.int32(self.plan.options.steps if end is None else end)
         if self.mesh is None:
-            return _jitted[function](self.plan, state, target_params, batch, *more)
+            return _jitted[function](self.plan, state, target_params, batch, last, *more)
         if function not in self._on_mesh:
             there = self._shardings(state, self.mesh), None
             self._on_mesh[function] = jax.jit(
@@ -279,7 +300,7 @@ class Trainer:
             )
         batch = jax.device_put(batch, NamedSharding(self.mesh, rows))
         with jax.set_mesh(self.mesh):
-            return self._on_mesh[function](self.plan, state, target_params, batch, *more)
+            return self._on_mesh[function](self.plan, state, target_params, batch, last, *more)
 
     def features(
         self, target_params: Any, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
@@ -338,7 +359,7 @@ def full_params(drafter: ModelDef, params: Params, fixed: Params) -> Params:
 
 
 def _step(
-    plan: Plan, state: TrainState, target_params: Params, batch: Batch
+    plan: Plan, state: TrainState, target_params: Params, batch: Batch, end: Int[Array, ""]
 ) -> tuple[TrainState, Metrics]:
     parts = batch.tokens.shape[0]
     keys = jax.random.split(jax.random.fold_in(make_key(plan.options.seed), state.step), parts)
@@ -377,8 +398,8 @@ def _step(
     # optax mixes dtypes, which programs may have forbidden.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = plan.optimizer().update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        rate = jnp.asarray(plan.rate()(state.step), jnp.float32)
+        rate = plan.rate(state.step, end)
+        params = optax.apply_updates(state.params, jax.tree.map(lambda x: -rate * x, updates))
     fine = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (state.failed < 0)
     new = jax.tree.map(
         lambda a, b: jnp.where(fine, a, b), (params, opt_state), (state.params, state.opt_state)
@@ -390,13 +411,18 @@ def _step(
 
 
 def _steps(
-    plan: Plan, state: TrainState, target_params: Params, batches: Batch, count: Int[Array, ""]
+    plan: Plan,
+    state: TrainState,
+    target_params: Params,
+    batches: Batch,
+    end: Int[Array, ""],
+    count: Int[Array, ""],
 ) -> tuple[TrainState, Metrics]:
     """Take `count` steps. Their number is no constant, so that one program takes any."""
 
     def one(i: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
         batch = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
-        state, metrics = _step(plan, carry[0], target_params, batch)
+        state, metrics = _step(plan, carry[0], target_params, batch, end)
         return state, jax.tree.map(lambda all, x: all.at[i].set(x), carry[1], metrics)
 
     nothing = jnp.zeros(len(batches.tokens))

@@ -189,7 +189,12 @@ def test_check_passes_on_what_comes_out(invoke: Run, tmp_path: Path, options: st
         ("--out x", "--data is needed"),
         ("--data {data}", "--out is needed"),
         ("--data {data} --out x", "--kind is needed for a new drafter, or --from"),
-        ("--data {data} --out x --from drafter --layers 2", "are for new drafters"),
+        ("--data {data} --out x --from drafter --layers 2", "--layers: of new drafters"),
+        (
+            "--data {data} --out x --kind dflash --hidden-size 48",
+            "has the target's, 32: leave it out",
+        ),
+        ("--data {data} --out x --kind dflash --minutes 0", "minutes"),
         ("--data {data} --out x --kind mtp --container speculators", "has one layout only"),
         ("--data {data} --out x --from ngram", "NGramDrafter is not trained; DFlash, DFlash2"),
         ("--data {data} --out x --from narrow", "the drafter does not fit the target"),

@@ -54,6 +54,23 @@ def test_files_of_a_new_drafter_load_and_come_back_to_the_byte(
         assert (tmp_path / "again" / file).read_bytes() == (hf / file).read_bytes()
 
 
+def test_sizes_that_are_asked_for() -> None:
+    target_config = PRESETS["26b-a4b"]
+    wide: Any = new.new_config(
+        "mtp", target_config, layers=6, hidden_size=512, intermediate_size=768, num_heads=64
+    )
+    assert wide.layer_types == ("sliding",) * 5 + ("full",)
+    assert (wide.hidden_size, wide.intermediate_size, wide.num_heads) == (512, 768, 64)
+    assert wide.backbone_hidden_size == target_config.hidden_size
+    thin: Any = new.new_config("dflash", target_config, layers=2, intermediate_size=96, num_heads=8)
+    assert (thin.num_layers, thin.intermediate_size, thin.num_heads) == (2, 96, 8)
+    usual: Any = new.new_config("mtp", target_config)
+    assert usual.num_layers == 4
+    assert usual.num_heads == target_config.num_heads
+    with pytest.raises(ConfigError, match="num_heads 3 is not a multiple"):
+        new.new_config("mtp", target_config, num_heads=3)
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_files_say_what_vllm_asks_for(kind: str, tmp_path: Path) -> None:
     """Without a verifier vLLM 0.26 refused speculators' files of ours. A DSpark drafter could not be loaded.

@@ -8,11 +8,13 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxspec.quantised import QuantisedArray
@@ -110,6 +112,54 @@ def test_a_run_that_is_killed_at_any_step_ends_as_if_it_was_not(
         run(tmp_path / "whole", seed=1)
     with pytest.raises(CheckpointError, match="another texts"):
         train(trainer(), target(), start(), texts(13), tmp_path / "whole", RUN)
+
+
+def test_the_rate_rises_and_falls_as_optax_says() -> None:
+    for steps, share in ((1, 0.5), (20, 0.0), (50, 0.1)):
+        plan = trainer(warmup=share, learning_rate=2.0).plan
+        warmup = min(round(share * steps), steps - 1)
+        rise = [optax.linear_schedule(0.0, 2.0, warmup)] if warmup else []
+        fall = optax.cosine_decay_schedule(2.0, steps - warmup)
+        expected = optax.join_schedules([*rise, fall], [warmup] if warmup else [])
+        at = jnp.arange(steps + 1)
+        rates = jax.vmap(lambda i: plan.rate(i, jnp.int32(steps)))(at)  # noqa: B023
+        np.testing.assert_allclose(
+            rates, [np.asarray(expected(i)) for i in range(steps + 1)], atol=1e-6
+        )
+
+
+def test_a_run_of_some_minutes_ends_in_time_at_a_rate_of_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call takes 40 seconds, as compiling does, and each update 1 second, from the 30th on 2."""
+    now = 0.0
+    updates = Trainer.updates
+
+    def takes_time(self: Trainer, state: Any, *args: Any) -> Any:
+        nonlocal now
+        begin, count = int(state.step), args[2]
+        now += 40 * (begin == 0) + sum(1 if i < 30 else 2 for i in range(begin, begin + count))
+        return updates(self, state, *args)
+
+    monkeypatch.setattr(Trainer, "updates", takes_time)
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: now))
+    options = dataclasses.replace(RUN, minutes=2, held_out=0, updates_per_call=4, save_every=1000)
+    result = run(tmp_path, options, steps=100_000)
+    # 40 seconds, 30 updates in 30 seconds and 25 in 50; at the end the speed is a mean of both.
+    assert result.stopped == "minutes"
+    assert 50 <= result.step <= 58
+    assert 115 <= now <= 128
+    lines = [json.loads(x) for x in (tmp_path / "curves.jsonl").read_text().splitlines()]
+    rates = [x["learning_rate"] for x in lines]
+    assert [x["step"] for x in lines] == list(range(1, result.step + 1))
+    assert max(rates) > 0.9 * OPTIONS.learning_rate
+    assert rates[-1] < 0.02 * OPTIONS.learning_rate
+    (place,) = (tmp_path / "checkpoints").iterdir()
+    assert int(place.name) == result.step
+    # Its time is over: the same command measures and writes, and no more.
+    again = run(tmp_path, options, steps=100_000)
+    assert again.resumed_from == result.step
+    assert again.step <= result.step + 4
 
 
 def test_updates_together_are_those_one_by_one() -> None:

@@ -21,6 +21,12 @@ UNUSED = (
 )
 """Model options that training does not have. The target is an argument. One process runs it."""
 
+OF_NEW = (
+    *("layers", "hidden_size", "intermediate_size", "num_heads"),
+    *("block_size", "mask_token_id", "container"),
+)
+"""The fields of `DrafterOptions` that say what a new drafter is like."""
+
 
 @command
 def train_drafter_command(
@@ -59,11 +65,10 @@ def train_drafter_command(
     if drafter.kind is None and drafter.start is None:
         raise UsageError("--kind is needed for a new drafter, or --from for one to go on with")
     if drafter.start is not None and (
-        drafter.layers or drafter.block_size or drafter.mask_token_id or drafter.container
+        unused := [name for name in OF_NEW if getattr(drafter, name) is not None]
     ):
-        raise UsageError(
-            "--layers, --block-size, --mask-token-id and --container are for new drafters: --from has its own"
-        )
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise UsageError(f"{flags}: of new drafters, and --from has its own; leave it out")
     models = dataclasses.replace(models, target=None if target == "bundled" else target)
     errors = Console(stderr=True, highlight=False)
     ticker = Ticker(errors)

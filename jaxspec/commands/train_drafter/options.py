@@ -44,7 +44,20 @@ class DrafterOptions:
         flag="--from",
     )
     layers: int | None = option(
-        None, "Of a new block drafter. Default: up to 5.", range=at_least(1)
+        None, "Of a new drafter. Default: up to 5; of an assistant 4.", range=at_least(1)
+    )
+    hidden_size: int | None = option(
+        None,
+        "Of a new assistant. Default: a quarter of the target's, and at least 128.",
+        range=at_least(1),
+    )
+    intermediate_size: int | None = option(
+        None, "Of the MLPs of a new drafter. Default: twice its hidden size.", range=at_least(1)
+    )
+    num_heads: int | None = option(
+        None,
+        "Of queries, of a new drafter. Default: as many as fill its width; of an assistant the target's.",
+        range=at_least(1),
     )
     block_size: int | None = option(
         None, "Of a new block drafter, its anchor included. Default: 8.", range=at_least(2)

@@ -122,6 +122,9 @@ def _start(
             drafter.kind,
             target.config,
             layers=drafter.layers,
+            hidden_size=drafter.hidden_size,
+            intermediate_size=drafter.intermediate_size,
+            num_heads=drafter.num_heads,
             block_size=drafter.block_size or 8,
             mask_token_id=drafter.mask_token_id,
             container=drafter.container or "z-lab",
@@ -302,6 +305,8 @@ def _report(
         lines.append(f"went on from update {result.resumed_from}")
     if result.stopped == "patience":
         lines.append("stopped early: no measurement was better for a while")
+    if result.stopped == "minutes":
+        lines.append("ended by --minutes")
     if result.acceptance_length is not None:
         lines.append(
             f"{result.acceptance_length:.3f} tokens a verify step on {len(result.held_out)} held-out prompts, greedy; "
