@@ -55,21 +55,24 @@ class Paging:
     Attributes:
       rows: that can have pages.
       tokens: for which there are pages, whichever rows have them.
-      prefixes: stored prefixes of `prefix_tokens` tokens each, for which there are pages besides.
+      parts: of the rows, on a mesh that splits them. Each has pages of its own, for its share of the tokens.
+      prefixes: stored prefixes of `prefix_tokens` tokens each, for which each part has pages besides.
     """
 
     rows: int
     tokens: int
+    parts: int = 1
     prefixes: int = 0
     prefix_tokens: int = 0
 
     def num_pages(self, row_slots: int) -> int:
-        """Return the pages of a cache whose rows have at most so many slots, `NO_PAGE` included.
+        """Return the pages of a part of a cache whose rows have at most so many slots, `NO_PAGE` included.
 
         Each row may have a last page with one token. If there are prefixes, one of a whole row fits.
         """
-        largest = self.rows * pages_for(row_slots)
-        count = 1 + min(largest, pages_for(self.tokens) + self.rows)
+        rows, tokens = self.rows // self.parts, -(-self.tokens // self.parts)
+        largest = rows * pages_for(row_slots)
+        count = 1 + min(largest, pages_for(tokens) + rows)
         if not self.prefixes:
             return count
         of_prefixes = self.prefixes * pages_for(min(row_slots, self.prefix_tokens))
@@ -140,7 +143,8 @@ def init_cache(
     shape = (batch, num_kv_heads, size, head_dim)
     if paging is not None:
         row_slots = pages_for(size) * PAGE
-        shape = (paging.num_pages(row_slots), num_kv_heads, PAGE, head_dim)
+        pages = paging.parts * paging.num_pages(row_slots)
+        shape = (pages, num_kv_heads, PAGE, head_dim)
     k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
     return KVCache(k, v, ring_slack=ring_slack, row_slots=row_slots)
 

@@ -74,30 +74,41 @@ def counts(spec: DecodeSpec, slots: int, mesh: Mesh, *, invariant: bool) -> tupl
     One row is the case of a server with one user. For a quarter of the slots, the products of a
     dense model take clearly less time than for all. Of many slots, half and three quarters have
     programs too: 94 rows of 26B-A4B take 43 ms a step in a program for 112, and 48 in one for 140, on an H100.
-    The result is empty if a row must not depend on how many run, for draft trees, which were not
-    measured, and where rows are not `addressable`.
+    Where a mesh splits rows, each part has as many. The result is empty if a row must not depend on how
+    many run, for draft trees, which were not measured, and where rows are not `addressable`.
     """
-    if invariant or spec.tree is not None or not addressable(spec, mesh):
+    if invariant or spec.tree is not None or not addressable(spec):
         return ()
-    quarters = (1, 2, 3) if slots >= MANY_SLOTS else (1,)
-    return tuple(sorted({1, *(n * slots // 4 for n in quarters)} - {0, slots}))
+    parts = mesh.shape["data"]
+    each = slots // parts
+    quarters = (1, 2, 3) if each >= MANY_SLOTS else (1,)
+    return tuple(parts * n for n in sorted({1, *(n * each // 4 for n in quarters)} - {0, each}))
 
 
-def addressable(spec: DecodeSpec, mesh: Mesh) -> bool:
-    """Return whether a program can compute some rows of a state.
-
-    It cannot if rows are split over devices, and with a drafter without `drafts_by_slot`.
-    """
-    if mesh.shape["data"] > 1:
-        return False
+def addressable(spec: DecodeSpec) -> bool:
+    """Return whether a program can compute some rows of a state: not with a drafter without `drafts_by_slot`."""
     return spec.drafter is None or spec.drafter.bind_abstract().drafts_by_slot
 
 
-def fill(active: Sequence[int], rows: int, slots: int) -> np.ndarray:
+def fill(active: Sequence[int], rows: int, slots: int, parts: int = 1) -> np.ndarray:
     """Return the slots for a program of `rows` rows: the active ones, then inactive ones.
 
+    Args:
+      slots: of the state.
+      parts: of the slots, on a mesh that splits them. At most a part's share of `rows` is active there.
+
     Returns:
-      [rows], int32, no slot twice.
+      [rows], int32, numbers in each part, no slot twice.
     """
-    others = (slot for slot in range(slots) if slot not in set(active))
-    return np.array([*active, *(next(others) for _ in range(rows - len(active)))], np.int32)
+    filled, each = [], slots // parts
+    for part in range(parts):
+        of_part = [slot - part * each for slot in active if slot // each == part]
+        others = (slot for slot in range(each) if slot not in set(of_part))
+        filled += [*of_part, *(next(others) for _ in range(rows // parts - len(of_part)))]
+    return np.array(filled, np.int32)
+
+
+def first(rows: int, slots: int, parts: int) -> list[int]:
+    """Return the first slots of each part, `rows` together."""
+    each = slots // parts
+    return [part * each + i for part in range(parts) for i in range(rows // parts)]

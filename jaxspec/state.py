@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from jaxspec.cache import KVCache, Paging, Tables, clear_rows, with_tables
 from jaxspec.drafters.base import AnyDrafter, Draft
+from jaxspec.mesh import set_rows
 from jaxspec.models.target import Caches, ImageTokens, Target, init_caches
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Tree, whole
 from jaxspec.sampling import (
@@ -305,6 +306,7 @@ class Admission(struct.PyTreeNode):
     """The requests that take over some slots, before their prefill.
 
     Attributes:
+      slots: numbered in the part of the batch that has the row of the request, see `mesh.on_each_part`.
       seeds: a seed and a sample number for each row, see `row_keys`.
     """
 
@@ -426,30 +428,25 @@ def _empty_state(
 
 def admit(state: DecodeState, new: Admission) -> DecodeState:
     """Put new requests into slots. Keys and values of earlier requests are never read again."""
-
-    def put(name: str, value: Array | int | bool) -> Array:
-        return getattr(state, name).at[new.slots].set(value, mode="drop")
-
-    return dataclasses.replace(
-        state,
-        **{name: put(name, 0) for name in ("lengths", "anchors", "num_tokens")},
-        num_steps=put("num_steps", -1),
-        active=put("active", False),
-        stopped=put("stopped", False),
-        failed=put("failed", False),
-        max_new_tokens=put("max_new_tokens", new.max_new_tokens),
-        stop_ids=put("stop_ids", new.stop_ids),
-        keys=put("keys", row_keys(new.seeds)),
-        guides=None if new.guides is None else put("guides", new.guides),
-        counts=jax.tree.map(
-            lambda x: x.at[new.slots].set(jnp.zeros((), x.dtype), mode="drop"), state.counts
-        ),
-        sampling=jax.tree.map(
-            lambda old, value: old.at[new.slots].set(value, mode="drop"),
-            state.sampling,
-            new.sampling,
-        ),
+    b = new.slots.shape[0]
+    zeros, no = jnp.zeros(b, jnp.int32), jnp.zeros(b, bool)
+    rows = dict(
+        lengths=zeros,
+        anchors=zeros,
+        num_tokens=zeros,
+        num_steps=zeros - 1,
+        active=no,
+        stopped=no,
+        failed=no,
+        max_new_tokens=new.max_new_tokens,
+        stop_ids=new.stop_ids,
+        keys=row_keys(new.seeds),
+        guides=new.guides,
+        counts=jax.tree.map(lambda x: jnp.zeros((b, *x.shape[1:]), x.dtype), state.counts),
+        sampling=new.sampling,
     )
+    before = {name: getattr(state, name) for name in rows}
+    return dataclasses.replace(state, **set_rows(before, new.slots, rows))
 
 
 def commit(

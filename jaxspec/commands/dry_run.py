@@ -18,9 +18,9 @@ from jaxspec.commands.output import OutputOptions, write_line
 from jaxspec.commands.prefixes import planned_bytes
 from jaxspec.commands.startup import GPU_SHARE
 from jaxspec.engine.engine import check_pages
-from jaxspec.options import CacheTokens, FieldError
+from jaxspec.options import CacheTokens
 from jaxspec.runtime import memory
-from jaxspec.runtime.prefill import Shapes, slots_on
+from jaxspec.runtime.prefill import Shapes, ahead_on, slots_on
 from jaxspec.runtime.runtime import cache_bucket
 from jaxspec.state import DecodeSpec
 from jaxspec.weights import memory as weight_memory
@@ -55,14 +55,11 @@ class Plan:
     prefix_gib: float | None = 0
 
     def __post_init__(self) -> None:
-        """Refuse what needs rows that are not split over devices, and too few pages.
+        """Refuse too few pages.
 
         Raises:
           FieldError: naming the option.
         """
-        for name in ("read_ahead", "prefix_gib"):
-            if getattr(self, name) and self.mesh.shape["data"] > 1:
-                raise FieldError(name, "needs a mesh whose data axis has one device; leave it out")
         check_pages(self.spec, self.cache_length, self.cache_tokens, 0, self.mesh)
 
     def footprint(
@@ -101,11 +98,12 @@ class Plan:
           FieldError: `prefix_gib` holds no prefix of a whole slot.
         """
         rows, length = slots_on(self.mesh, self.rows), self.cache_length
-        read_ahead = self.read_ahead
+        read_ahead = self.read_ahead and ahead_on(self.mesh, self.read_ahead)
         if read_ahead is None:
             sizes = self.spec, rows, length, self.mesh
             tokens = self._pass_tokens(rows, length)
-            pages = length if self.cache_tokens == "auto" else self.cache_tokens
+            least = self.mesh.shape["data"] * length
+            pages = least if self.cache_tokens == "auto" else self.cache_tokens
             read_ahead = memory.plan_read_ahead(*sizes, cache_tokens=pages, pass_tokens=tokens)
         limit = weight_memory.bytes_limit(self.mesh)
         tokens = self.tokens_on(limit, read_ahead)

@@ -45,7 +45,8 @@ def prefix_bytes(engine: Engine, gib: float | None, *, takes_all: bool = False) 
         sizes = engine.spec, engine.batch_size, engine.cache_length, engine.mesh
         tokens = engine.runtime.shapes.most_tokens(engine.cache_length)
         paging = engine.runtime.paging
-        pages = engine.cache_length if is_short else paging and paging.tokens
+        least = engine.mesh.shape["data"] * engine.cache_length
+        pages = least if is_short else paging and paging.tokens
         beside: dict[str, Any] = dict(
             read_ahead=engine.read_ahead, cache_tokens=pages, pass_tokens=tokens
         )
@@ -76,14 +77,11 @@ def planned_bytes(
         get the least, since they have all pages that no request has.
 
     Raises:
-      FieldError: `gib` holds no whole slot, or slots are split over devices.
+      FieldError: `gib` holds no whole slot.
     """
     mesh = sizes.mesh
-    is_split = mesh.shape["data"] > 1
-    if gib == 0 or (gib is None and (left is None or is_split)):
+    if gib == 0 or (gib is None and left is None):
         return 0
-    if is_split:
-        raise FieldError("prefix_gib", "needs a mesh whose data axis has one device; leave it out")
     least = RowSizes(sizes.spec, sizes.cache_length, mesh).min_bytes
     if gib is None:
         assert left is not None

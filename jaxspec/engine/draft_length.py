@@ -35,7 +35,7 @@ from jaxspec.engine.draft_length_policy import (
 from jaxspec.engine.pages import spread_tables
 from jaxspec.engine.request import Request
 from jaxspec.options import ChooseLength, FieldError, Sampling
-from jaxspec.row_subset import fill
+from jaxspec.row_subset import first
 from jaxspec.runtime.runtime import Runtime, StepResult
 from jaxspec.runtime.step_output import OutputRequest
 from jaxspec.state import DecodeState
@@ -228,7 +228,7 @@ class DraftLengthController:
             self.has_small_batches, self.chooser.lengths if self.chooser else (full,)
         ):
             for rows in small_batches:
-                slots = fill([], rows, self.runtime.num_rows)
+                slots = self.runtime.first_slots(rows)
                 self.runtime.bind_decode(
                     state, output, 1, 0, length, slots=slots, tables=self._dummy_tables
                 )
@@ -325,7 +325,7 @@ class DraftLengthController:
     ) -> Callable[[DecodeState], StepResult]:
         """Return a call on the first rows of a state."""
         runtime = self.runtime
-        slots = None if rows == runtime.batch_size else fill(range(rows), rows, runtime.num_rows)
+        slots = None if rows == runtime.batch_size else runtime.first_slots(rows)
         return runtime.bind_decode(
             state,
             output,
@@ -361,7 +361,10 @@ class DraftLengthController:
         )
 
     def _with_active(self, state: DecodeState, steps: int, rows: int) -> DecodeState:
-        """Put all rows in the middle of their caches, after random tokens; the first `rows` are active."""
+        """Put all rows in the middle of their caches, after random tokens.
+
+        The first rows of each part are active, `rows` together.
+        """
         b, length = self.runtime.num_rows, self.runtime.cache_length
         last = length - steps * self.runtime.spec.step_tokens - 1
         tokens = np.random.default_rng(0).integers(
@@ -370,7 +373,7 @@ class DraftLengthController:
         values = dict(
             lengths=np.full(b, max(min(length // 2, last), 1), np.int32),
             anchors=tokens.astype(np.int32),
-            active=np.arange(b) < rows,
+            active=np.isin(np.arange(b), first(rows, b, self.runtime.shapes.parts)),
             num_tokens=np.ones(b, np.int32),
             num_steps=np.zeros(b, np.int32),
         )

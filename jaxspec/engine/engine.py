@@ -59,7 +59,7 @@ from jaxspec.options import (
     at_least,
 )
 from jaxspec.runtime import memory
-from jaxspec.runtime.prefill import Shapes, bucket, on_cpu, slots_on
+from jaxspec.runtime.prefill import Shapes, ahead_on, bucket, on_cpu, slots_on
 from jaxspec.runtime.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
@@ -112,8 +112,9 @@ class Engine:
         prompt and its first steps, and more as it grows. It waits while too few are free. Where rows
         that run have too few, the youngest give up theirs, and go on later with the same tokens. At
         least `cache_length`. "auto": as many as memory holds; on a GPU all programs are then
-        compiled before caches are allocated, by `warm_up` or by the first `add`. Needs a mesh whose
-        data axis has one device. None: every slot has room for `cache_length` positions.
+        compiled before caches are allocated, by `warm_up` or by the first `add`. On a mesh, each
+        part of its data axis has a share of the pages for its own slots, and at least
+        `cache_length`. None: every slot has room for `cache_length` positions.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
       steps_per_return: most decode steps between returns to the host. On a GPU fewer, where running
         rows would wait for more than a quarter of a second.
@@ -121,16 +122,16 @@ class Engine:
         at least one pass. A decode call between two such passes has one step. None: those of a
         full pass on a GPU, 2,048 or 4,096; on a CPU those of all prompts that have slots.
       read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while
-        all slots are taken. A free slot then goes on at once. None: as many as keep passes full on
-        a GPU, fewer if memory is short; none with one slot, on a CPU, on a mesh with a data axis,
-        or with a drafter without `drafts_by_slot`.
+        all slots are taken. A free slot then goes on at once. Rounded up to a multiple of the mesh's
+        data axis. None: as many as keep passes full on a GPU, fewer if memory is short; none with
+        one slot, on a CPU, or with a drafter without `drafts_by_slot`.
       invariant: whether a row is independent of its neighbours, to the last bit; prompts then share
         small passes only.
       choose_length: when to verify fewer drafts than there are, if that is quicker. See
         `options.ChooseLength`.
       prefix_bytes: of each device's memory, for the prefix cache. Prompts that begin with a stored
-        prefix share its pages, see `prefix_cache`. Pages that no request has serve prefixes too.
-        Needs a mesh whose data axis has one device. 0: none.
+        prefix share its pages, see `prefix_cache`. Pages that no request has serve prefixes too. On
+        a mesh, a prefix is stored in the part of the data axis whose row it was. 0: none.
       prefix_host_bytes: of host memory, for prefixes that the device evicts. 0: they are dropped.
       programs: compiled programs to share with other engines; None for its own.
 
@@ -205,20 +206,17 @@ class Engine:
                 spec = dataclasses.replace(spec, widths=widths)
         check_min_cache_length(spec, cache_length)
         check_pages(spec, cache_length, cache_tokens, prefix_bytes, mesh)
-        sizes = spec, slots, cache_length, mesh
+        sizes, parts = (spec, slots, cache_length, mesh), mesh.shape["data"]
         shapes = Shapes.of(
             spec.target, slots, mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
         )
         beside = dict(prefix_bytes=prefix_bytes, pass_tokens=shapes.most_tokens(cache_length))
         if read_ahead is None:
-            least = cache_length if cache_tokens == "auto" else cache_tokens
+            least = parts * cache_length if cache_tokens == "auto" else cache_tokens
             read_ahead = memory.plan_read_ahead(*sizes, cache_tokens=least, **beside)
-        elif read_ahead and not row_subset.addressable(spec, mesh):
-            raise FieldError(
-                "read_ahead",
-                "needs a mesh whose data axis has one device, and a drafter that drafts by slot; "
-                "leave it out",
-            )
+        elif read_ahead and not row_subset.addressable(spec):
+            raise FieldError("read_ahead", "needs a drafter that drafts by slot; leave it out")
+        read_ahead = ahead_on(mesh, read_ahead)
         self._compiles_first = cache_tokens == "auto" and not on_cpu(mesh)
         if cache_tokens == "auto":
             limit = weight_memory.bytes_limit(mesh)
@@ -228,10 +226,10 @@ class Engine:
         memory.check_fits(*sizes, read_ahead=read_ahead, cache_tokens=cache_tokens, **beside)
         rows, paging, snapshots = slots + read_ahead, None, 0
         if cache_tokens is not None:
-            paging = Paging(rows, cache_tokens)
+            paging = Paging(rows, cache_tokens, parts)
         if prefix_bytes:
             snapshots, of = RowSizes(spec, cache_length, mesh).plan(prefix_bytes)
-            paging = Paging(rows, cache_tokens or rows * cache_length, **of)
+            paging = Paging(rows, cache_tokens or rows * cache_length, parts, **of)
         self.runtime = Runtime(
             spec,
             *weights,
@@ -250,10 +248,12 @@ class Engine:
             max_prefill_tokens = self.runtime.shapes.full_tokens
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
-        self._prefixes: Store | None = None
+        self._prefixes: tuple[Store, ...] = ()  # of each part of the slots
         if prefix_bytes:
-            self._prefixes = Store(
-                DeviceCopies(self.runtime, snapshots), prefix_host_bytes, pool_bytes=prefix_bytes
+            copies = DeviceCopies(self.runtime, snapshots)
+            host_bytes = prefix_host_bytes // parts**2  # a copy there has room for every part
+            self._prefixes = tuple(
+                Store(copies, host_bytes, pool_bytes=prefix_bytes) for _ in range(parts)
             )
         self._next_id = 0  # of requests without one
         self._compiled_stop_ids = 0  # for which `warm_up` compiled all programs
@@ -407,11 +407,11 @@ class Engine:
     @property
     def prefix_stats(self) -> PrefixStats | None:
         """Counts of the prefix cache; None without one."""
-        return None if self._prefixes is None else self._prefixes.stats
+        return PrefixStats.sum([s.stats for s in self._prefixes]) if self._prefixes else None
 
     def _clear_prefixes(self, *, drop_arrays: bool = False) -> None:
-        if self._prefixes is not None:
-            self._prefixes.clear(drop_arrays=drop_arrays)
+        for store in self._prefixes:
+            store.clear(drop_arrays=drop_arrays)
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -559,7 +559,7 @@ class Engine:
         """Drop all requests, and the memory of the caches unless they hold stored prefixes."""
         self._scheduler.close()
         slots = self._scheduler.slots
-        keeps = self._prefixes is not None and slots.num_stop_ids == self.num_stop_ids
+        keeps = self._prefixes and slots.num_stop_ids == self.num_stop_ids
         self._begin(slots if keeps and slots.restart() else None)
 
     def _begin(self, slots: Slots | None = None) -> None:
@@ -584,18 +584,17 @@ def check_pages(
     Raises:
       FieldError: naming the argument and the way out.
     """
-    if isinstance(cache_tokens, int) and cache_tokens < cache_length:
+    parts = mesh.shape["data"]
+    if isinstance(cache_tokens, int) and cache_tokens < parts * cache_length:
+        among = f" in each of {parts} parts of the slots" if parts > 1 else ""
+        enough = f"{parts * cache_length} or more" if parts > 1 else "as many or more"
         raise FieldError(
             "cache_tokens",
             lambda format_field: (
-                f"{format_field('cache_tokens', cache_tokens)} holds no whole request, which may "
-                f"need {format_field('cache_length', cache_length)}; give as many or more"
+                f"{format_field('cache_tokens', cache_tokens)} holds no whole request{among}, which may "
+                f"need {format_field('cache_length', cache_length)}; give {enough}"
             ),
         )
     name = "prefix_bytes" if cache_tokens is None else "cache_tokens"
-    if (cache_tokens or prefix_bytes) and not row_subset.addressable(spec, mesh):
-        raise FieldError(
-            name,
-            "needs a mesh whose data axis has one device, and a drafter that drafts by slot; "
-            "leave it out",
-        )
+    if (cache_tokens or prefix_bytes) and not row_subset.addressable(spec):
+        raise FieldError(name, "needs a drafter that drafts by slot; leave it out")

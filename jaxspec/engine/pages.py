@@ -1,8 +1,9 @@
 """The pages of a state's caches on the host: which are free, and who has which.
 
-Read `PagePool.take` and `release`. Caches whose rows have the same number of slots share a table:
-the full layers of target and drafter, the sliding layers of one window. A row gets the pages of its
-prompt and of its first steps when it is admitted, and `grow` gives it more.
+On a mesh that splits the rows of a batch, each part of the rows has a `PagePool`, and `Pages` has all of them.
+Numbers of rows and pages in a pool count those of its part. Read `PagePool.take` and `release`. Caches whose rows
+have the same number of slots share a table: the full layers of target and drafter, the sliding layers of one
+window. A row gets the pages of its prompt and of its first steps when it is admitted, and `grow` gives it more.
 
 Several rows and stored prefixes may have one page. A row writes to no such page, see `Sharing`.
 """
@@ -24,11 +25,53 @@ RESERVE = 50
 """One page of so many is not counted on when rows are admitted beside others."""
 
 
-class PagePool:
-    """Pages of all rows, and of what else holds pages.
+class Pages:
+    """The pages of all rows of a state.
 
     Args:
       rows: of the state.
+      counts: as in `PagePool`.
+      parts: of the rows; each has as many as the others.
+
+    Attributes:
+      pools: of each part.
+    """
+
+    def __init__(self, rows: int, counts: dict[int, int], parts: int = 1):
+        self.rows_of_part = rows // parts
+        self.pools = [PagePool(self.rows_of_part, counts) for _ in range(parts)]
+
+    def of(self, row: int) -> tuple[PagePool, int]:
+        """Return the pool that a row of the state has its pages from, and the row's number there."""
+        part, number = divmod(row, self.rows_of_part)
+        return self.pools[part], number
+
+    @property
+    def tables(self) -> HostTables:
+        """Copies of the tables of all rows."""
+        return joined([pool.tables for pool in self.pools])
+
+    @property
+    def usage(self) -> float:
+        """The share of pages that rows have."""
+        return sum(pool.usage for pool in self.pools) / len(self.pools)
+
+    def check(self, others: Sequence[Mapping[tuple[int, int], int]] = ()) -> None:
+        """Call `PagePool.check` on each pool; `others` are of each."""
+        for pool, of_others in zip(self.pools, others or ({},) * len(self.pools), strict=True):
+            pool.check(of_others)
+
+
+def joined(tables: Sequence[HostTables]) -> HostTables:
+    """Return the tables of all rows, from those of the rows of each part."""
+    return {slots: np.concatenate([of[slots] for of in tables]) for slots in tables[0]}
+
+
+class PagePool:
+    """Pages of the rows of a part, and of what else holds pages.
+
+    Args:
+      rows: of the part.
       counts: pages of caches, `NO_PAGE` included, by the slots of a row.
 
     Attributes:

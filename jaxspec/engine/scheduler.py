@@ -2,15 +2,17 @@
 
 Read `Scheduler.step`. Waiting requests get slots. Passes that fill the device prefill their
 prompts. Then their rows decode, and each row that is done frees its slot.
+
+On a mesh that splits the rows of a batch, a row stays in the part of its slot. Each part has pages of its own, and
+decodes its share of the batch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import deque
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Executor
 
 import jax
@@ -18,11 +20,12 @@ import numpy as np
 
 from jaxspec import row_subset
 from jaxspec.engine.draft_length import DraftLengthController
+from jaxspec.engine.placement import FreeSpace
 from jaxspec.engine.preemption import RowSwap, SavedRow
 from jaxspec.engine.prefix_cache.planner import PrefixPlanner
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Completion, Request, Update, num_positions
-from jaxspec.engine.slots import Slots
+from jaxspec.engine.slots import Slots, SlotsPart
 from jaxspec.runtime.prefill import PrefillPlanner, make_chunk, on_cpu
 
 CALLS_AHEAD = 2
@@ -44,7 +47,7 @@ class Scheduler:
       executor: waits for the device; None: the caller does.
       max_prefill_tokens: prompt tokens that are prefilled before rows decode on. None: those of all
         prompts that have slots.
-      prefixes: stored prefixes, which rows share. None: no prefix cache.
+      prefixes: stored prefixes of each part of the slots, which rows share. (): no prefix cache.
 
     Attributes:
       waiting: requests without a slot, in their order.
@@ -60,7 +63,7 @@ class Scheduler:
         executor: Executor | None,
         *,
         max_prefill_tokens: int | None,
-        prefixes: Store | None = None,
+        prefixes: Sequence[Store] = (),
     ):
         self.runtime = runtime = slots.runtime
         self.slots, self.draft_length, self.executor = slots, draft_length, executor
@@ -73,8 +76,9 @@ class Scheduler:
         two_way = vision is not None and vision.two_way
         self._planner = PrefillPlanner(runtime.shapes, two_way=two_way)
         self._prefixes: PrefixPlanner | None = None
-        if prefixes is not None:
-            prefixes.attach(slots)
+        if prefixes:
+            for number, store in enumerate(prefixes):
+                store.attach(SlotsPart(slots, number))
             self._prefixes = PrefixPlanner(
                 prefixes, self._planner, invariant=runtime.invariant, vision=vision
             )
@@ -162,15 +166,15 @@ class Scheduler:
             call = runtime.bind_prefill(slots.state, chunk, of_prefill, tables)
             slots.state, _ = call(slots.state)
         if self._prefixes is not None:
-            self._prefixes.store.warm_up()
+            self._prefixes.stores[0].warm_up()
         if slots.pages is not None:
             self._swap.warm_up(slots)
         for guided in kinds:
             call = runtime.bind_decode(slots.state, of_decode, 1, guided=guided, tables=tables)
             slots.state, _ = call(slots.state)
         for rows in small_batches:
-            no_slots = row_subset.fill([], rows, slots.count)
-            call = runtime.bind_decode(slots.state, of_decode, 1, slots=no_slots, tables=tables)
+            first = runtime.first_slots(rows)
+            call = runtime.bind_decode(slots.state, of_decode, 1, slots=first, tables=tables)
             slots.state, _ = call(slots.state)
         runtime.small_batches = small_batches
         slots.state = self.draft_length.measure(slots.state, of_decode, small_batches)
@@ -199,10 +203,20 @@ class Scheduler:
         """
         prefilled = {*self.slots.prefilled}
         self.running = [slot for slot in self.running if slot in prefilled]
-        started = self._ready[: self.runtime.batch_size - len(self.running)]
+        shapes, started = self.runtime.shapes, []
+        left = [self.runtime.batch_size // shapes.parts - n for n in self._num_running]
+        for slot in self._ready:
+            if left[part := shapes.part(slot)]:
+                left[part] -= 1
+                started.append(slot)
         self.running += started
         rows = [row for slot in started if (row := self.slots.rows[slot]) is not None]
         return [update for row in rows for update in row.updates()]
+
+    @property
+    def _num_running(self) -> list[int]:
+        """Number of running rows in each part."""
+        return [len(slots) for slots in self.runtime.shapes.by_part(self.running)]
 
     @property
     def _min_free_slots(self) -> int:
@@ -211,15 +225,17 @@ class Scheduler:
         return self.runtime.shapes.min_free_slots(lengths)
 
     def _admit(self) -> None:
-        """Give slots to waiting requests, and plan the prefill of their prompts."""
-        free = self.slots.free
-        if self.preempted:
-            return
+        """Give slots to waiting requests, and plan the prefill of their prompts.
+
+        A part gets none while rows wait that gave up their pages there.
+        """
+        free, waits = self.slots.free, {saved.part for saved in self.preempted}
         if not self.runtime.read_ahead and (
             self._planner.pending or (self.running and len(free) < self._min_free_slots)
         ):
             return
-        new = dict(zip(free, self._take_waiting(len(free)), strict=False))
+        parts = self.runtime.shapes.by_part(free)
+        new = self._place([[] if part in waits else of for part, of in enumerate(parts)])
         if new:
             self._start(new)
 
@@ -240,39 +256,49 @@ class Scheduler:
         if self._prefixes is not None and (spoiled := slots.spoiled).any():
             assert slots.pages is not None
             for slot in np.flatnonzero(spoiled).tolist():
-                self._prefixes.store.forget_pages(slots.pages.of_row(slot))
+                pool, row = slots.pages.of(slot)
+                self._prefixes.store_of(slot).forget_pages(pool.of_row(row))
         slots.release()
 
     def _return_preempted(self) -> None:
-        """Give slots and pages to rows that gave up theirs, in the order of their first admission."""
-        slots = self.slots
-        while self.preempted and slots.free:
-            saved, slot = self.preempted[0], slots.free[0]
-            request = saved.row.request
-            if not slots.num_fitting([request], len(saved.row.tokens)):
-                return
-            del self.preempted[0]
+        """Give slots and pages to rows that gave up theirs, in the order of their first admission in each part."""
+        slots, full = self.slots, set[int]()
+        for saved in list(self.preempted):
+            request, part = saved.row.request, saved.part
+            free = self.runtime.shapes.by_part(slots.free)[part]
+            if not free or not slots.num_fitting([request], len(saved.row.tokens), part):
+                full.add(part)
+            if part in full:
+                continue
+            slot = free[0]
+            self.preempted = [other for other in self.preempted if other is not saved]
             if saved.small is None:
                 self._start({slot: request})
                 continue
             assert slots.pages is not None
+            pool, row = slots.pages.of(slot)
             positions = slots.first_positions(request, len(saved.row.tokens))
-            self._make_room(slots.pages.pages(positions))
+            self._make_room(slot, pool.pages(positions))
             end = num_positions(self.runtime.spec, request)
-            slots.pages.take(slot, positions, end=end)
+            pool.take(row, positions, end=end)
             self._swap.load(slots, slot, saved)
 
-    def _make_room(self, needed: dict[int, int]) -> bool:
-        """Evict stored prefixes until so many pages are free, by the slots of a row; return whether they are."""
+    def _make_room(self, slot: int, needed: dict[int, int]) -> bool:
+        """Evict stored prefixes until so many pages are free in the part of a slot; return whether they are.
+
+        Args:
+          needed: by the slots of a row.
+        """
         assert self.slots.pages is not None
         if self._prefixes is not None:
-            return self._prefixes.store.make_room(needed)
-        return all(free >= needed[slots] for slots, free in self.slots.pages.num_free.items())
+            return self._prefixes.store_of(slot).make_room(needed)
+        pool, _ = self.slots.pages.of(slot)
+        return all(free >= needed[slots] for slots, free in pool.num_free.items())
 
     def _grow_rows(self, max_steps: int) -> None:
         """Give running rows pages for some steps. Where too few are left, the youngest rows give up theirs.
 
-        The oldest row is never preempted, and alone it has room. So all rows end.
+        The oldest row of a part is never preempted, and alone it has space. So all rows end.
         """
         slots, pages, spec = self.slots, self.slots.pages, self.runtime.spec
         if pages is None:
@@ -282,14 +308,18 @@ class Scheduler:
                 continue
             length = len(row.request.prompt_ids) + len(row.tokens)
             positions = length + max_steps * (spec.depth + 1) + spec.step_tokens
-            positions = min(positions, pages.ends[slot])
-            if positions <= pages.positions[slot]:
+            pool, number = pages.of(slot)
+            positions = min(positions, pool.ends[number])
+            if positions <= pool.positions[number]:
                 continue
-            while slots.rows[slot] is row and not self._make_room(pages.missing(slot, positions)):
-                taken = [other for other, row in enumerate(slots.rows) if row is not None]
-                self._preempt(max(taken, key=self._number_of))
+            while slots.rows[slot] is row and not self._make_room(
+                slot, pool.missing(number, positions)
+            ):
+                taken = (other for other, row in enumerate(slots.rows) if row is not None)
+                of_part = self.runtime.shapes.by_part(taken)[slots.part(slot).number]
+                self._preempt(max(of_part, key=self._number_of))
             if slots.rows[slot] is row:
-                pages.grow(slot, positions)
+                pool.grow(number, positions)
         self.running = [slot for slot in self.running if slots.rows[slot] is not None]
 
     def _number_of(self, slot: int) -> int:
@@ -304,21 +334,46 @@ class Scheduler:
         self.preempted.sort(key=lambda saved: saved.row.number)
         self.runtime.timings.preemptions += 1
 
-    def _take_waiting(self, count: int) -> list[Request]:
-        """Take the first waiting requests, `count` at most, but leave those that gain by waiting on.
+    def _place(self, free: list[list[int]]) -> dict[int, Request]:
+        """Take the first waiting requests, and return them by slot, but leave those that gain by waiting on.
 
         The others go in their order: none overtakes one that waits for pages.
+
+        Args:
+          free: slots of each part.
         """
-        if not count or not self.waiting:
-            return []
-        if self._prefixes is None:
-            taken = list(itertools.islice(self.waiting, count))
-        else:
-            taken = self._prefixes.ready(self.waiting, count)
-        taken = taken[: self.slots.num_fitting(taken)]
-        ids = {request.id for request in taken}
+        new: dict[int, Request] = {}
+        while not new and any(free) and self.waiting:
+            placed = self._parts_of_waiting(FreeSpace(self.slots, free))
+            if not placed:
+                break
+            left = []
+            for part in range(len(free)):
+                of_part = [request for request, at in placed if at == part]
+                left.append(self.slots.num_fitting(of_part, part=part))
+            _, full = placed[0]
+            for request, part in placed:
+                if not left[part]:
+                    break
+                left[part] -= 1
+                new[free[part].pop(0)] = request
+            if not new:  # the first one may still have room in another part
+                free[full] = []
+        ids = {request.id for request in new.values()}
         self.waiting = deque(request for request in self.waiting if request.id not in ids)
-        return taken
+        return new
+
+    def _parts_of_waiting(self, space: FreeSpace) -> list[tuple[Request, int]]:
+        """Return the first waiting requests that have slots, each with the part that it would go to."""
+        if self._prefixes is not None:
+            return self._prefixes.ready(self.waiting, space)
+        placed: list[tuple[Request, int]] = []
+        for request in self.waiting:
+            if (part := space.choose()) is None:
+                break
+            space.take(request, part)
+            placed.append((request, part))
+        return placed
 
     def _should_prefill(self, max_steps: int) -> bool:
         """Return whether the next call is a prefill pass. Rows that decode wait for it."""
@@ -329,8 +384,12 @@ class Scheduler:
         if self._should_defer(max_steps):
             return False
         # Rows that are prefilled ahead wait for others to end. An eighth of the rows ahead is kept ready.
-        ahead = self.runtime.read_ahead
-        return not ahead or len(self._ready) < max(1, ahead // 8)
+        ahead, shapes = self.runtime.read_ahead, self.runtime.shapes
+        enough = max(1, ahead // shapes.parts // 8)
+        of_parts = zip(
+            shapes.by_part(self._ready), shapes.by_part(self._planner.pending), strict=True
+        )
+        return not ahead or any(pending and len(ready) < enough for ready, pending in of_parts)
 
     def _is_past_limit(self) -> bool:
         """Return whether rows decode on before the next pass, though prompts are pending."""
@@ -414,10 +473,12 @@ class Scheduler:
         """Return the slots of the smallest program that computes all running rows; None: all slots."""
         runtime = self.runtime
         sizes = runtime.small_batches if small_batches else ()
-        rows = next((n for n in sizes if n >= len(self.running)), runtime.batch_size)
+        parts = runtime.shapes.parts
+        needed = parts * max(self._num_running)
+        rows = next((n for n in sizes if n >= needed), runtime.batch_size)
         if rows == self.slots.count:
             return None
-        return row_subset.fill(self.running, rows, self.slots.count)
+        return row_subset.fill(self.running, rows, self.slots.count, parts)
 
     def _collect(self) -> list[Update | Completion]:
         """Wait for the running call, and return its events."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxspec.cache import HostTables
 from jaxspec.engine.length_forecast import LengthForecast
-from jaxspec.engine.pages import PagePool
+from jaxspec.engine.pages import PagePool, Pages, joined
 from jaxspec.engine.request import (
     Completion,
     Reason,
@@ -150,7 +150,7 @@ class Slots:
         self.runtime, self.num_stop_ids = runtime, num_stop_ids
         self.count = count = runtime.num_rows
         self.parts = runtime.shapes.parts
-        self.pages = PagePool(count, runtime.page_counts) if runtime.paging else None
+        self.pages = Pages(count, runtime.page_counts, self.parts) if runtime.paging else None
         self.rows: list[Row | None] = [None] * count
         self.headroom = self.call_tokens = 0
         self.forecast = LengthForecast()
@@ -182,7 +182,11 @@ class Slots:
     @property
     def tables(self) -> HostTables | None:
         """The pages of all rows, as programs take them."""
-        return None if self.pages is None else {n: x.copy() for n, x in self.pages.tables.items()}
+        return None if self.pages is None else self.pages.tables
+
+    def part(self, slot: int) -> SlotsPart:
+        """Return the part that a slot is in."""
+        return SlotsPart(self, slot // (self.count // self.parts))
 
     @property
     def free(self) -> list[int]:
@@ -232,7 +236,8 @@ class Slots:
         """Give a row its first pages."""
         if self.pages is not None:
             end = num_positions(self.runtime.spec, request)
-            self.pages.take(slot, self.first_positions(request), end=end)
+            pool, row = self.pages.of(slot)
+            pool.take(row, self.first_positions(request), end=end)
 
     def first_positions(self, request: Request, new_tokens: int = 0) -> int:
         """Return the positions for which a request gets pages when it gets a slot.
@@ -243,26 +248,26 @@ class Slots:
         first = len(request.prompt_ids) + new_tokens + self.headroom
         return min(num_positions(self.runtime.spec, request), first)
 
-    def num_fitting(self, requests: Sequence[Request], new_tokens: int = 0) -> int:
+    def num_fitting(self, requests: Sequence[Request], new_tokens: int = 0, part: int = 0) -> int:
         """Return how many of the first requests have room until they end, by what is expected of all rows.
 
         Args:
           new_tokens: that the requests have already.
+          part: of the slots, where they are to be.
         """
         if self.pages is None or not requests:
             return len(requests)
+        pool, each = self.pages.pools[part], self.count // self.parts
         of_new = [(r, new_tokens, self.first_positions(r, new_tokens)) for r in requests]
-        left, (*_, first) = self.pages.num_without_rows, of_new[0]
-        if any(pages > left[slots] for slots, pages in self.pages.pages(first).items()):
+        left, (*_, first) = pool.num_without_rows, of_new[0]
+        if any(pages > left[slots] for slots, pages in pool.pages(first).items()):
             return 0  # while memory is full, before each call
         rows = {
-            slot: row
-            for slot, row in enumerate(self.rows)
-            if row is not None and self.pages.positions[slot]
+            number: row
+            for number, row in enumerate(self.rows[part * each : (part + 1) * each])
+            if row is not None and pool.positions[number]
         }
-        of_rows = [
-            (r.request, len(r.tokens), self.pages.positions[slot]) for slot, r in rows.items()
-        ]
+        of_rows = [(r.request, len(r.tokens), pool.positions[n]) for n, r in rows.items()]
         of_all, got, now = zip(*of_rows, *of_new, strict=True)
         got, now = np.array(got), np.array(now)
         limits = np.array([request.max_new_tokens for request in of_all])
@@ -271,7 +276,7 @@ class Slots:
         ends = np.array([num_positions(self.runtime.spec, request) for request in of_all])
         tokens = lengths + times[:, None] + self.call_tokens
         positions = np.maximum(now, np.minimum(tokens + self.runtime.spec.step_tokens, ends))
-        return self.pages.num_fitting(positions, alive, list(rows))
+        return pool.num_fitting(positions, alive, list(rows))
 
     @property
     def spoiled(self) -> np.ndarray:
@@ -284,12 +289,16 @@ class Slots:
         What several have was finite when it was shared, and nobody wrote to it since.
         """
         if (spoiled := self.spoiled).any():
-            tables = None if self.pages is None else self.pages.tables_of_own_pages(spoiled)
+            tables = None
+            if self.pages is not None:
+                of_parts = zip(self.pages.pools, spoiled.reshape(self.parts, -1), strict=True)
+                tables = joined([pool.tables_of_own_pages(rows) for pool, rows in of_parts])
             self.state = self.runtime.clear(self.state, spoiled, tables)
             self._non_finite &= ~spoiled
         if self.pages is not None:
             for slot in self.free:
-                self.pages.release(slot)
+                pool, row = self.pages.of(slot)
+                pool.release(row)
 
     def restart(self) -> bool:
         """Free all rows, and return whether what their caches hold is still there."""
@@ -444,3 +453,48 @@ class Slots:
         if (ended & output.active).any():  # still active on the device
             self.state = self.runtime.retire(self.state, ended)
         return events
+
+
+@dataclasses.dataclass
+class SlotsPart:
+    """The slots of one part of the batch, and programs that change rows and pages of this part alone.
+
+    Attributes:
+      number: of the part.
+    """
+
+    slots: Slots
+    number: int
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of all slots."""
+        return self.slots.runtime
+
+    @property
+    def pages(self) -> PagePool | None:
+        """The pages of the part."""
+        return None if self.slots.pages is None else self.slots.pages.pools[self.number]
+
+    @property
+    def state(self) -> DecodeState:
+        """The state of all slots."""
+        return self.slots.state
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self.slots.state = state
+
+    def row(self, slot: int) -> int:
+        """Return the number of a slot in the part."""
+        return slot % (self.slots.count // self.slots.parts)
+
+    def indices(self, index: int | np.ndarray, past_last: int | np.ndarray) -> np.ndarray:
+        """Return an index for each part: this one in this part, one past the last in the others.
+
+        Args:
+          index: of a row, or of pages, [N].
+        """
+        of_all = [past_last] * self.slots.parts
+        of_all[self.number] = index
+        return np.array(of_all, np.int32)

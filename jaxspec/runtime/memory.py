@@ -102,7 +102,7 @@ def footprint(
         data = mesh.shape["data"]
         caches = -(-(rows + read_ahead) // data) * caches_bytes(spec, data, cache_length, mesh)
     else:
-        paging = Paging(rows + read_ahead, cache_tokens)
+        paging = Paging(rows + read_ahead, cache_tokens, mesh.shape["data"])
         caches = caches_bytes(spec, rows + read_ahead, cache_length, mesh, paging)
     logits = _logits_bytes(spec, rows, mesh)
     activations = pass_tokens * max(map(bytes_a_token, models))
@@ -177,7 +177,7 @@ def plan_read_ahead(
       beside: as in `footprint`.
     """
     read_ahead, limit = default_read_ahead(rows, mesh), weight_memory.bytes_limit(mesh)
-    if not row_subset.addressable(spec, mesh):
+    if not row_subset.addressable(spec):
         return 0
     if limit is None:
         return read_ahead
@@ -186,7 +186,8 @@ def plan_read_ahead(
         need = footprint(spec, rows, cache_length, mesh, read_ahead=read_ahead, **beside)
         if need.total <= limit - spare:
             break
-        read_ahead //= 2
+        data = mesh.shape["data"]
+        read_ahead = data * (read_ahead // data // 2)
     return read_ahead
 
 
@@ -200,7 +201,7 @@ def plan_cache_tokens(
     read_ahead: int,
     **beside: int,
 ) -> int:
-    """Return the tokens of pages that memory holds: at most for all rows, at least for one.
+    """Return the tokens of pages that memory holds: at most for all rows, at least for one of each part of a mesh.
 
     On a GPU they leave little memory free: programs have to be compiled before they are allocated.
 
@@ -219,7 +220,8 @@ def plan_cache_tokens(
         need = footprint(spec, rows, cache_length, mesh, **of, **beside)
         return need.total <= limit - spare
 
-    return max(cache_length, PAGE * largest(all_tokens // PAGE, fits))
+    least = mesh.shape["data"] * cache_length
+    return max(least, PAGE * largest(all_tokens // PAGE, fits))
 
 
 def check_fits(
@@ -258,9 +260,10 @@ def check_fits(
 
     ways = []
     if cache_tokens is not None:
-        steps = (cache_tokens - cache_length) // PAGE
-        if more := largest(steps, lambda n: fit(cache_tokens=cache_length + n * PAGE)):
-            ways.append(f"cache_tokens={cache_length + more * PAGE} fits")
+        least = data * cache_length
+        steps = (cache_tokens - least) // PAGE
+        if more := largest(steps, lambda n: fit(cache_tokens=least + n * PAGE)):
+            ways.append(f"cache_tokens={least + more * PAGE} fits")
     if most_rows := data * largest(rows // data, lambda n: fit(rows=n * data)):
         ways.append(f"{most_rows} rows of this length fit")
     if cache_tokens is None and (
@@ -269,7 +272,8 @@ def check_fits(
     ):
         ways.append(f"{rows} rows of {longest} positions fit")
     if read_ahead and fit(read_ahead=0):
-        ways.append(f"read_ahead={largest(read_ahead - 1, lambda n: fit(read_ahead=n))} fits")
+        fewer = largest((read_ahead - 1) // data, lambda n: fit(read_ahead=n * data))
+        ways.append(f"read_ahead={fewer * data} fits")
     if prefix_bytes and (left := limit - need.total + prefix_bytes) >= 0:
         ways.append(f"prefix_bytes={left} fits")
     what = f"{rows} rows" + (f", and {read_ahead} that are read ahead," if read_ahead else "")

@@ -70,12 +70,19 @@ def slots_on(mesh: Mesh, count: int) -> int:
 def default_read_ahead(slots: int, mesh: Mesh) -> int:
     """Return the rows to prefill ahead of free slots: twice those of one pass of 128 tokens a row.
 
-    0 with one slot, which no other row shares; on a CPU, where all passes take as long for a token;
-    and if slots are split over devices, since a row is copied within one.
+    As many in each part of a mesh. 0 with one slot in a part, which no other row shares; and on a CPU, where
+    all passes take as long for a token.
     """
-    if slots == 1 or on_cpu(mesh) or mesh.shape["data"] > 1:
+    data = mesh.shape["data"]
+    if slots <= data or on_cpu(mesh):
         return 0
-    return min(slots, 2 * FULL_PASS // MIDDLE_WIDTH)
+    return min(slots, data * (2 * FULL_PASS // MIDDLE_WIDTH))
+
+
+def ahead_on(mesh: Mesh, count: int) -> int:
+    """Round rows that are read ahead up to a multiple of the mesh's data axis."""
+    data = mesh.shape["data"]
+    return data * -(-count // data)
 
 
 def on_cpu(mesh: Mesh) -> bool:

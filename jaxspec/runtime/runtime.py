@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxspec import decode
+from jaxspec import decode, row_subset
 from jaxspec import state as states
 from jaxspec.cache import HostTables, Paging, caches_of
 from jaxspec.configs.gemma4_vision import IMAGE_TOKENS, Gemma4VisionConfig
@@ -194,8 +194,8 @@ class Runtime:
     Args:
       batch_size: rows of a decode step; a multiple of the mesh's data axis, see `slots_on`.
       cache_length: positions of a row, for prompt, new tokens and one step's tokens.
-      read_ahead: rows of the state beyond those. Prompts can be prefilled in all rows, and a step
-        computes some of them.
+      read_ahead: rows of the state beyond those; a multiple of the data axis, too. Prompts can be prefilled
+        in all rows, and a step computes some of them.
       max_prefill_tokens: prompt tokens that are prefilled before rows decode on. No pass has more,
         see `prefill.full_pass`. None: no bound.
       invariant: whether the shapes of all passes over a row follow from its own prompt alone.
@@ -316,9 +316,10 @@ class Runtime:
 
     @functools.cached_property
     def page_counts(self) -> dict[int, int]:
-        """The pages of caches, `NO_PAGE` included, by the slots of a row; empty without paging."""
+        """The pages of each part of caches, `NO_PAGE` included, by the slots of a row; empty without paging."""
         caches = caches_of(jax.eval_shape(lambda: self.init_state(num_stop_ids=1)))
-        return {c.row_slots: c.k.shape[0] for c in caches if c.row_slots is not None}
+        parts = self.shapes.parts
+        return {c.row_slots: c.k.shape[0] // parts for c in caches if c.row_slots is not None}
 
     def admission(
         self,
@@ -331,6 +332,8 @@ class Runtime:
     ) -> NewRows:
         """Return the argument of `admit`, with one entry a row. A slot number past the last is no slot.
 
+        On a mesh that splits the rows, each part has as many entries, for slots of that part.
+
         Args:
           stop_ids: [rows, I], padded with -1.
           seeds: [rows, 2], a seed and the number of its sample.
@@ -338,8 +341,9 @@ class Runtime:
         """
         if self.spec.program_features.grammars and guides is None:
             guides = np.full(len(slots), NO_GUIDE)
+        numbers, each = np.asarray(slots, np.int32), self.num_rows // self.shapes.parts
         return NewRows(
-            slots=np.asarray(slots, np.int32),
+            slots=np.where(numbers < self.num_rows, numbers % each, self.num_rows),
             max_new_tokens=np.asarray(max_new_tokens, np.int32),
             stop_ids=np.asarray(stop_ids, np.int32),
             sampling=self._sampling_arrays(sampling),
@@ -494,12 +498,17 @@ class Runtime:
             `verify_length` drafts.
         """
         if slots is None and self.read_ahead:
-            slots = np.arange(self.batch_size, dtype=np.int32)
-        inputs = self.as_inputs((np.int32(max_steps), np.int32(until_active), slots))
+            slots = self.first_slots(self.batch_size)
+        inputs = np.int32(max_steps), np.int32(until_active), slots
         length = self.spec.num_draft_tokens if verify_length is None else verify_length
         spec = self.spec.verifying(None if costs is not None else length).asking(guided)
-        more = (self.as_inputs(costs),) if costs is not None else ()
+        more = (costs,) if costs is not None else ()
         return self._bind("decode", state, output, *inputs, tables=tables, more=more, spec=spec)
+
+    def first_slots(self, rows: int) -> np.ndarray:
+        """Return the first slots of each part, for a program of so many rows."""
+        of_all = self.num_rows, self.shapes.parts
+        return row_subset.fill(row_subset.first(rows, *of_all), rows, *of_all)
 
     def _bind(
         self,
@@ -513,13 +522,15 @@ class Runtime:
     ) -> Callable[[DecodeState], StepResult]:
         """Return the call of a program with everything but its state."""
         assert (tables is None) == (self.paging is None)
-        inputs = (*inputs, None, self.as_inputs(tables), *more)  # no automaton
+        inputs = (*inputs, None, tables, *more)  # no automaton
         if output is None:
+            inputs = self.as_inputs(inputs)
             without_output = self.program(phase, state, *inputs, spec=spec)
             return lambda state: (without_output(state, *inputs), None)
-        known = self.as_inputs(output.known)
-        program = self.program(phase, state, *inputs, known, spec=spec, sizes=output.sizes)
-        return lambda state: program(state, *inputs, known)
+        # In one call, which takes the host as long on a mesh as for one array.
+        inputs = self.as_inputs((*inputs, output.known))
+        program = self.program(phase, state, *inputs, spec=spec, sizes=output.sizes)
+        return lambda state: program(state, *inputs)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that are finished on the host."""

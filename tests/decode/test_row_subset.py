@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxspec import row_subset
 from jaxspec.engine.engine import Completion, Engine
@@ -133,6 +135,9 @@ def test_which_programs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row_subset.counts(spec, 4, mesh, invariant=False) == (1,)
     assert row_subset.counts(spec, 32, mesh, invariant=False) == (1, 8, 16, 24)
     assert row_subset.counts(spec, 32, mesh, invariant=True) == ()
+    two = mock.Mock(spec=Mesh, shape={"data": 2})
+    assert row_subset.counts(spec, 64, two, invariant=False) == (2, 16, 32, 48)
+    assert row_subset.counts(spec, 2, two, invariant=False) == ()
     tree = make_spec(c.target, c.drafter("dflash"), Drafting(4, tree=Tree(topk=2, depth=2)))
     assert row_subset.counts(tree, 32, mesh, invariant=False) == ()
     mixed = make_spec(c.target, c.drafter("mixed"))
@@ -140,9 +145,12 @@ def test_which_programs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes.LookupDrafter, "drafts_by_slot", False)
     monkeypatch.setattr(fakes.TableDrafter, "drafts_by_slot", False)
     assert row_subset.counts(mixed, 8, mesh, invariant=False) == ()
-    assert not row_subset.addressable(mixed, mesh)
+    assert not row_subset.addressable(mixed)
 
 
 def test_the_slots_of_a_program() -> None:
     assert row_subset.fill([5, 2], 4, 8).tolist() == [5, 2, 0, 1]
     assert row_subset.fill([], 2, 8).tolist() == [0, 1]
+    # Of each part of a mesh as many, numbered in it.
+    assert row_subset.fill([6, 1], 4, 8, 2).tolist() == [1, 0, 2, 0]
+    assert row_subset.first(4, 8, 2) == [0, 1, 4, 5]

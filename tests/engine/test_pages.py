@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from jaxspec import cache
-from jaxspec.cache import pages_for
+from jaxspec.cache import Paging, pages_for
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.length_forecast import FIRST_TOKENS, HISTORY, NUM_TIMES, LengthForecast
-from jaxspec.engine.pages import RESERVE, PagePool
+from jaxspec.engine.pages import RESERVE, PagePool, Pages
+from jaxspec.engine.placement import FreeSpace
 from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.copies import RowSizes
 from jaxspec.engine.request import Completion, Request
+from jaxspec.engine.slots import Slots
 from jaxspec.options import FieldError, Tree
 from tests import tiny
 from tests.cases import case, request, run
@@ -142,10 +145,10 @@ def check_preemption(pair: tuple[str, str | None], **options: Any) -> None:
     while not paged.is_idle:
         done |= {e.id: e for e in paged.step() if isinstance(e, Completion)}
         assert scheduler.slots.pages is not None
-        scheduler.slots.pages.check(paged._prefixes and paged._prefixes.holders)
+        scheduler.slots.pages.check([store.holders for store in paged._prefixes])
     assert paged.num_preemptions >= 2
     assert_equal(expected, [done[i] for i in range(len(requests))])
-    if paged._prefixes is None:
+    if not paged._prefixes:
         assert_no_page_is_lost(paged)
 
 
@@ -346,6 +349,37 @@ def test_rows_that_give_up_their_pages_read_no_longer_prompts() -> None:
         paged.step()
     assert paged.num_preemptions >= 2
     assert paged.num_compilations == count
+
+
+def test_requests_go_where_most_pages_are_free_or_where_their_prefix_is() -> None:
+    """On a mesh of two parts. A part without a free slot gets none, whatever it knows."""
+    slots = mock.Mock(spec=Slots, pages=Pages(8, {96: 13}, 2), first_positions=lambda request: 24)
+    slots.pages.pools[0].take(0, 40)
+    space, asked = FreeSpace(slots, [[1, 2], [4, 5, 6]]), request([20], 4)
+    assert space.choose() == 1
+    assert space.choose([0]) == 0
+    found = []
+    while (part := space.choose()) is not None:
+        space.take(asked, part)
+        found.append(part)
+    assert found == [1, 1, 0, 1, 0]  # 12 pages are free of the second, 7 of the first
+    slots.pages = None
+    space = FreeSpace(slots, [[0], [4, 5]])
+    space.take(asked, 0)
+    assert space.choose([0]) == 1
+
+
+def test_parts_of_a_mesh_share_the_tokens_of_pages() -> None:
+    one, two = Paging(8, 100), Paging(16, 200, 2)
+    assert one.num_pages(96) == two.num_pages(96) == 1 + 13 + 8
+    pages = Pages(4, {16: 5}, 2)
+    for slot in (0, 3):
+        pool, row = pages.of(slot)
+        pool.take(row, 16)
+    first = list(range(cache.NO_PAGE + 1, 3))  # numbers count the pages of a part
+    assert pages.tables[16].tolist() == [first, [0, 0], [0, 0], first]
+    assert pages.usage == 0.5
+    pages.check()
 
 
 def test_a_pool_never_gives_a_page_twice() -> None:

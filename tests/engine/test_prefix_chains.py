@@ -168,9 +168,9 @@ class Chains(RuleBasedStateMachine):
             self.step(1)
         assert not self.asked
         scheduler, prefixes = self.hot._scheduler, self.hot._prefixes
-        assert prefixes is not None
+        assert prefixes
         assert scheduler.slots.pages is not None
-        scheduler.slots.pages.check(prefixes.holders)
+        scheduler.slots.pages.check([store.holders for store in prefixes])
 
     def check(self, done: Completion) -> None:
         """Compare with an engine that has no store."""

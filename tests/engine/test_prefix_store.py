@@ -88,10 +88,10 @@ class FakeCopies:
     def lower(self, rows: Rows, slots: int, page: int, copy: Any) -> None:
         rows.memory[slots, page] = list(copy)
 
-    def lift_snapshot(self, index: int) -> Any:
+    def lift_snapshot(self, rows: Rows, index: int) -> Any:
         return self.held[index]
 
-    def lower_snapshot(self, index: int, copy: Any) -> None:
+    def lower_snapshot(self, rows: Rows, index: int, copy: Any) -> None:
         self.held[index] = copy
 
     def warm_up(self, rows: Any, *, with_host: bool) -> None:

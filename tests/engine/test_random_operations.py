@@ -180,7 +180,7 @@ def go_through(trial: Trial, count: int, seed: int) -> None:
     trial.finish()
     if (pages := trial.engine._scheduler.slots.pages) is not None:
         prefixes = trial.engine._prefixes
-        pages.check(None if prefixes is None else prefixes.holders)
+        pages.check([store.holders for store in prefixes])
 
 
 @settings(max_examples=4, deadline=None)  # each may compile an engine's programs

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.usefixtures("tight")
 NAME = "31b"
 
 
-def mesh_of(platform: str) -> Mesh:
-    """Return what `Shapes` asks of a mesh of one device."""
-    device = mock.Mock(platform=platform)
-    return mock.Mock(spec=Mesh, devices=np.array([device]), shape={"data": 1, "model": 1})
+def mesh_of(platform: str, data: int = 1) -> Mesh:
+    """Return what `Shapes` asks of a mesh."""
+    devices = np.array([mock.Mock(platform=platform)] * data)
+    return mock.Mock(spec=Mesh, devices=devices, shape={"data": data, "model": 1})
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +173,33 @@ def test_decoding_stops_for_as_many_prompts_as_fill_a_pass() -> None:
     assert shapes.min_free_slots([20] * 20) == 8  # never more than an eighth of the slots
     few = Shapes(8, mesh_of("gpu"), full=2048, longest=8192, balance=1215.0)
     assert few.min_free_slots([300] * 20) == 1
+
+
+def test_each_part_of_a_mesh_has_the_passes_of_one_device() -> None:
+    """And a prompt is read in the part of its slot. With prompts in one part the rows of others are empty."""
+    one, two = (
+        Shapes(n * 16, mesh_of("gpu", n), full=2048, longest=8192, balance=1215.0) for n in (1, 2)
+    )
+    lengths = {slot: 100 + 30 * slot for slot in range(16)}
+    rows, width, taken = one.next_pass(lengths)
+    both = lengths | {16 + slot: left for slot, left in lengths.items()}
+    assert two.next_pass(both) == (2 * rows, width, [*taken, *(16 + slot for slot in taken)])
+    assert two.next_pass({16 + slot: left for slot, left in lengths.items()})[:2] == (
+        2 * rows,
+        width,
+    )
+    assert two.full_tokens == 2 * one.full_tokens
+    limits = (None, 4096, 4095, 100)
+    assert [prefill.full_pass(two.mesh, n) for n in limits] == [2048, 2048, 1024, 256]
+    assert prefill.default_read_ahead(32, two.mesh) == 32
+    assert prefill.default_read_ahead(200, two.mesh) == 2 * prefill.default_read_ahead(
+        100, one.mesh
+    )
+    assert prefill.ahead_on(two.mesh, 3) == 4
+    chunk = prefill.make_chunk({5: (range(9), 2), 17: (range(30, 34), 0)}, 4, 8, 32, parts=2)
+    assert np.asarray(chunk.slots).tolist() == [5, 32, 1, 32]  # 17 is the second one of its part
+    assert np.asarray(chunk.count).tolist() == [7, 0, 4, 0]
+    assert np.asarray(chunk.tokens)[[0, 2], 0].tolist() == [2, 30]
 
 
 # --- turns -------------------------------------------------------------------------------------------

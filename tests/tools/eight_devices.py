@@ -5,6 +5,7 @@ and sets the number of devices.
 
     split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
     kernels:NAME:DRAFTER:DATA:MODEL decode by interpreted kernels on a mesh of fewer devices
+    pages:NAME:DRAFTER:DATA:MODEL:KIND  decode with caches in pages on a mesh, and with whole rows on one device
     images:DATA:MODEL:DRAFTER       decode prompts with images on a mesh, and on one device
     grammars:DATA:MODEL:DRAFTER     decode rows of which most have grammars on a mesh, and on one device
     load                            place weights: random, of an Orbax directory, of Hugging Face's
@@ -44,13 +45,17 @@ import jaxspec
 from jaxspec import cache, constraint
 from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
+from jaxspec.engine.length_forecast import LengthForecast
+from jaxspec.engine.prefix_cache import store
+from jaxspec.engine.prefix_cache.copies import RowSizes
+from jaxspec.engine.request import Completion
 from jaxspec.models import attention, moe, residual
 from jaxspec.models.layers import project, project_gated, table_logits
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
 from jaxspec.quantised.array import named_arrays, quantise
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.rollout.sampler import Sampler
-from jaxspec.runtime import prefill
+from jaxspec.runtime import memory, prefill
 from jaxspec.shapes import Array, Params
 from jaxspec.text.grammars import guides
 from jaxspec.weights.define import formats_for
@@ -62,6 +67,7 @@ from pallas_kernels.dispatch import devices_of_mesh
 from tests import tiny_images, tiny_pair, tiny_photo
 from tests.cases import CACHE_LENGTH, PROMPT_LENGTHS, Case, case, engine_of, target
 from tests.cases import run as run_all
+from tests.engine.conftest import at_once
 from tests.tiny import VOCAB_SIZE
 
 ROWS, DRAFTS, NEW_TOKENS = 8, 4, 12
@@ -73,11 +79,12 @@ def on_mesh(model: LoadedModel, mesh: Mesh) -> LoadedModel:
     return dataclasses.replace(model, params=params)
 
 
-def engine_on(mesh: Mesh, c: Case, drafter: str) -> Engine:
+def engine_on(mesh: Mesh, c: Case, drafter: str, **options: Any) -> Engine:
     made = None if drafter == "plain" else on_mesh(c.drafter(drafter), mesh)
     drafts = None if made is None else DRAFTS
     target = on_mesh(c.target, mesh)
-    return engine_of(target, made, batch_size=ROWS, cache_length=64, num_draft_tokens=drafts)
+    options |= dict(batch_size=ROWS, cache_length=64, num_draft_tokens=drafts)
+    return engine_of(target, made, **options)
 
 
 def requests(c: Case, sampled: bool = False) -> list[Request]:
@@ -105,6 +112,34 @@ def weight_gathers(hlo: str, sizes: dict[int, str]) -> list[str]:
         if size in sizes:
             found.append(f"[{dims}] like {sizes[size]}")
     return found
+
+
+def caches_arrays(engine: Engine) -> list[Array]:
+    """Return all arrays of caches."""
+    state = engine._scheduler.slots.state
+    return [x for c in cache.caches_of((state.caches, state.drafter)) for x in (c.k, c.v)]
+
+
+def bytes_on(device: Any, arrays: list[Array]) -> int:
+    """Return the bytes of arrays on one device."""
+    shards = (shard for x in arrays for shard in x.addressable_shards)
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def page_gathers(hlo: str, pages: set[tuple[int, ...]]) -> list[str]:
+    """List collective instructions on pages.
+
+    Args:
+      pages: sizes of pages, [page, H].
+    """
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    found = re.findall(rf"= \(?b?f\d+\[([\d,]+)\]\S* (?:{kinds})(?:-start)?\(", hlo)
+    of_pages = (dims.split(",") for dims in found)
+    return [
+        ",".join(dims)
+        for dims in of_pages
+        if len(dims) >= 4 and tuple(map(int, dims[-2:])) in pages
+    ]
 
 
 def collectives(hlo: str) -> dict[str, int]:
@@ -172,6 +207,74 @@ def kernels(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
             patches.enter_context(mock.patch.object(module, operation.__name__, to))
         result = decoded(engine_on(mesh, c, drafter), requests(c))
     return {"equal": result == expected, "interpreted": sorted(calls)}
+
+
+def pages(name: str, drafter: str, data: str, model: str, kind: str) -> dict[str, Any]:
+    """Decode rows that outgrow their pages ("few"), that are read ahead, or that share stored prefixes.
+
+    Of kind "host", prefixes are in host memory, and the engine was warmed up before. Count also how often rows
+    gave up their pages, which parts had rows, tokens that came from the store, and compiled instructions that
+    bring pages together.
+    """
+    c, tokens = a_case(name, drafter), 40 if kind == "few" else 24
+    parts, devices = int(data), jax.devices()[: int(data) * int(model)]
+    beginning = tuple(range(20, 36))  # of two prompts of three, where prefixes are stored
+    prompts = [
+        p if i % 3 or kind not in ("stored", "host") else beginning + p
+        for i, p in enumerate(c.prompts)
+    ]
+    asked = [Request(p, tokens, id=i, sample=i) for i, p in enumerate(2 * prompts)]
+    whole = alone(name, drafter)
+    expected = [[i, *of] for i, of in enumerate(decoded(whole, asked))]
+    with (
+        mock.patch.object(cache, "PAGE", 8),
+        mock.patch.object(store, "MIN_TOKENS", 8),
+        mock.patch.object(LengthForecast, "__call__", at_once),
+    ):
+        mesh = make_mesh(data=parts, model=int(model), devices=devices)
+        few = parts * whole.cache_length
+        options: dict[str, Any] = dict(
+            few=dict(cache_tokens=few),
+            ahead=dict(cache_tokens=2 * few, read_ahead=3),
+            stored=dict(read_ahead=parts, prefix_bytes=1 << 20),
+            host=dict(read_ahead=parts, prefix_host_bytes=1 << 22),
+        )[kind]
+        if kind == "host":
+            sizes = engine_on(mesh, c, drafter)
+            options["prefix_bytes"] = RowSizes(sizes.spec, sizes.cache_length, mesh).min_bytes
+        engine = engine_on(mesh, c, drafter, steps_per_return=1, **options)
+        if kind == "host":
+            engine.warm_up()
+        count = engine.num_compilations
+        slots, used, found = engine._scheduler.slots, set[int](), list[Any]()
+        for request in asked:
+            engine.add(request)
+        while not engine.is_idle:
+            for event in engine.step():
+                if isinstance(event, Completion):
+                    found.append([event.id, list(event.token_ids), list(event.acceptance_lengths)])
+            used |= {slots.part(slot).number for slot in engine._scheduler.running}
+            assert slots.pages is not None
+            slots.pages.check([of.holders for of in engine._prefixes])
+        engine._scheduler._release()
+        stats = engine.prefix_stats
+        sizes = {x.shape[2:] for x in caches_arrays(engine)}
+        runtime = engine.runtime
+        held = jax.tree.leaves((slots.state.caches, slots.state.drafter))
+        of_caches = (engine.spec, runtime.num_rows, engine.cache_length, mesh, runtime.paging)
+        programs = [p.as_text() for key, p in engine.runtime.used.items()]
+        return {
+            "equal": sorted(found) == expected,
+            "lost": slots.pages.usage > 0,
+            "preempted": engine.num_preemptions,
+            "parts": sorted(used),
+            "hit_tokens": stats.hit_tokens if stats else 0,
+            "host_hits": stats.host_hits if stats else 0,
+            "compiled": engine.num_compilations - count,
+            "ahead": engine.read_ahead,
+            "gathers": [g for hlo in programs for g in page_gathers(hlo, sizes)],
+            "bytes": bytes_on(devices[-1], held) - memory.caches_bytes(*of_caches),
+        }
 
 
 def images(data: str, model: str, drafter: str) -> dict[str, Any]:
@@ -383,6 +486,7 @@ def errors() -> dict[str, Any]:
         "mixed": lambda: Engine(mixed, None),
         "drafter": lambda: Engine(on_two, on_mesh(dflash, four)),
         "foreign": lambda: Engine(dataclasses.replace(model, params=foreign), None),
+        "pages": lambda: Engine(on_two, None, cache_length=640, cache_tokens=1279),
     }
     found = {}
     for name, make in cases.items():
@@ -393,6 +497,7 @@ def errors() -> dict[str, Any]:
     return {
         **found,
         "rows": [Engine(on_two, None, batch_size=n).batch_size for n in (1, 2, 3, 8, 45)],
+        "ahead": Engine(on_two, None, batch_size=4, read_ahead=3).read_ahead,
     }
 
 
@@ -660,6 +765,7 @@ def main() -> None:
             split,
             kernels,
             images,
+            pages,
             grammars,
             load,
             cli,

@@ -124,6 +124,7 @@ def finish(process: subprocess.Popen) -> dict[str, dict[str, Any]]:
     return {line.pop("case"): line for line in lines}
 
 
+PAGES = "pages:31b:mtp:2:1:ahead"
 DEFAULT = ("split:26b-a4b:dflash:2:4",)
 ALL = [
     f"split:{name}:{drafter}:{data}:{model}"
@@ -146,6 +147,7 @@ def result(case: str) -> dict[str, Any]:
         return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
     more = (
         "kernels:31b:plain:2:2",
+        PAGES,
         "grammars:2:4:mixed",
         "load",
         "cli",
@@ -194,6 +196,39 @@ def test_kernels_on_a_mesh_say_what_references_on_one_device_say(case):
     of_experts = ["experts"] if "26b" in case else []
     kernels = ["add_norm", "attention", *of_experts, "qkv"]
     assert found == {"equal": True, "interpreted": kernels}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PAGES,
+        *slow(
+            "pages:31b:mtp:2:1:few",
+            "pages:e2b:mtp:2:2:stored",
+            "pages:31b:mtp:2:1:host",
+            *(f"pages:26b-a4b:dflash:2:2:{kind}" for kind in ("few", "ahead", "stored")),
+            *(f"pages:26b-a4b:mixed:4:1:{kind}" for kind in ("few", "stored")),
+        ),
+    ],
+)
+def test_pages_where_rows_are_split_give_what_whole_rows_on_one_device_give(case):
+    """Rows stay in their part, also those that give up their pages there, are read ahead, or share a prefix.
+
+    No page is lost, none is sent to another device, and memory is what was counted.
+    """
+    found = result(case) if case == PAGES else results((case,))[case]
+    data, _, kind = case.split(":")[3:]
+    assert found["equal"]
+    assert not found["lost"]
+    assert found["gathers"] == []
+    assert found["bytes"] == 0
+    assert found["parts"] == list(range(int(data)))
+    assert (found["preempted"] >= 2) == (kind in ("few", "ahead"))
+    assert (found["hit_tokens"] > 0) == (kind in ("stored", "host"))
+    assert (found["host_hits"] > 0) == (kind == "host")
+    assert found["ahead"] == {"few": 0, "ahead": 4}.get(kind, int(data))
+    if kind == "host":  # it was warmed up
+        assert found["compiled"] == 0
 
 
 @pytest.mark.parametrize("format", ["int4", *slow("int8", "fp8", "fp8-dynamic", "nvfp4")])
@@ -309,6 +344,11 @@ def test_weights_that_are_not_on_one_mesh():
     assert "on mesh data=4,model=2" in found["drafter"]
     assert "Load all with the same mesh" in found["drafter"]
     assert "is on a mesh with axes x; expected data and model" in found["foreign"]
+    refused = (
+        "holds no whole request in each of 2 parts of the slots, which may need cache_length=640"
+    )
+    assert found["pages"] == f"cache_tokens=1279 {refused}; give 1280 or more"
+    assert found["ahead"] == 4
     assert found["rows"] == [2, 2, 4, 8, 48]  # multiples of data=2; on a CPU, 24 each for 23
 
 

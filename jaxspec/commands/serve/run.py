@@ -275,7 +275,7 @@ def cache_tokens_of(programs: ProgramOptions, spec: DecodeSpec, mesh: Mesh) -> C
     slot whole serves as many requests as it holds.
     """
     tokens = parse_cache_tokens(programs.cache_tokens)
-    if tokens is None and not on_cpu(mesh) and row_subset.addressable(spec, mesh):
+    if tokens is None and not on_cpu(mesh) and row_subset.addressable(spec):
         return "auto"
     return tokens
 

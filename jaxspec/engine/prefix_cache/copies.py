@@ -1,6 +1,10 @@
 """The programs that copy for stored prefixes: pages, snapshots, and both to host memory and back.
 
 Read `DeviceCopies.keep` and `restore`. Each is one program for all lengths.
+
+On a mesh that splits the rows of a batch, each part has pages and snapshots of its own. A program then takes numbers
+for all parts, [parts, ...], where those of all but one part are past the last: these read anything, and write
+nothing. Copies have an axis of parts, too.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import state as states
 from jaxspec.cache import NO_PAGE, KVCache, Paging, caches_of, pages_for
-from jaxspec.engine.slots import Slots
-from jaxspec.mesh import partition
+from jaxspec.engine.slots import SlotsPart
+from jaxspec.mesh import CACHE_AXES, ROWS, WHOLE, Axes, on_each_part, partition
 from jaxspec.options import FieldError
 from jaxspec.runtime.runtime import Runtime
+from jaxspec.sampling import TokenCounts
 from jaxspec.shapes import Array, Int
 from jaxspec.state import DecodeSpec, DecodeState
 
@@ -35,7 +40,8 @@ SNAPSHOT_SHARE = 16
 
 _AXES = (None, "kv_heads", None, None)
 _PINNED = "pinned_host"
-Pairs = dict[int, tuple[Int[Array, " N"], Int[Array, " N"]]]
+_COPY_AXES: Any = Axes("batch", None, None, "kv_heads", None, None)
+Pairs = dict[int, tuple[Int[Array, "parts N"], Int[Array, "parts N"]]]
 """Pages to copy and where they go, by the slots of a row. A page past the last goes nowhere."""
 
 
@@ -62,16 +68,25 @@ def copy_pages(state: DecodeState, pairs: Pairs) -> DecodeState:
     def one(x: Any) -> Any:
         if not _is_cache(x) or x.row_slots not in pairs:
             return x
-        source, to = pairs[x.row_slots]
-        k, v = (a.at[to].set(a[source], mode="drop") for a in (x.k, x.v))
+        both = CACHE_AXES, CACHE_AXES
+        args = x.k, x.v, *pairs[x.row_slots]
+        k, v = on_each_part(_copy_pages, args, (*both, ROWS, ROWS), both)
         return x.replace(k=k, v=v)
 
     caches, drafter = jax.tree.map(one, (state.caches, state.drafter), is_leaf=_is_cache)
     return state.replace(caches=caches, drafter=drafter)
 
 
+def _copy_pages(k: Array, v: Array, source: Array, to: Array) -> tuple[Array, Array]:
+    k, v = (x.at[to[0]].set(x.at[source[0]].get(mode="clip"), mode="drop") for x in (k, v))
+    return k, v
+
+
 def keep(
-    snapshots: list[Array], state: DecodeState, row: Int[Array, ""], index: Int[Array, ""]
+    snapshots: list[Array],
+    state: DecodeState,
+    row: Int[Array, " parts"],
+    index: Int[Array, " parts"],
 ) -> list[Array]:
     """Copy what a row has beside pages to a snapshot."""
     return lower(snapshots, lift(split(state)[0], row), index)
@@ -80,10 +95,10 @@ def keep(
 def restore(
     state: DecodeState,
     snapshots: list[Array],
-    row: Int[Array, ""],
-    index: Int[Array, ""],
-    tokens: Int[Array, " T"],
-    length: Int[Array, ""],
+    row: Int[Array, " parts"],
+    index: Int[Array, " parts"],
+    tokens: Int[Array, "1 T"],
+    length: Int[Array, " 1"],
 ) -> DecodeState:
     """Copy a snapshot into a row.
 
@@ -93,47 +108,73 @@ def restore(
     small, join = split(state)
     state = join(lower(small, lift(snapshots, index), row))
     if state.counts is not None:
-        counts = state.counts.with_prompt(tokens[None], length[None], row[None])
+        args, axes = (state.counts, tokens, length, row), (ROWS, WHOLE, WHOLE, ROWS)
+        counts = on_each_part(TokenCounts.with_prompt, args, axes)
         state = state.replace(counts=counts)
     return state
 
 
-def lift(arrays: list[Array], index: Int[Array, ""]) -> list[Array]:
-    """Return the contents of all arrays at an index."""
-    return [lax.dynamic_slice_in_dim(x, index, 1) for x in arrays]
+def lift(arrays: list[Array], index: Int[Array, " parts"]) -> list[Array]:
+    """Return the contents of all arrays at an index, [parts, ...]."""
+
+    def run(arrays: list[Array], index: Array) -> list[Array]:
+        return [lax.dynamic_slice_in_dim(x, index[0], 1) for x in arrays]
+
+    return on_each_part(run, (arrays, index))
 
 
-def lower(arrays: list[Array], copies: list[Array], index: Int[Array, ""]) -> list[Array]:
+def lower(arrays: list[Array], copies: list[Array], index: Int[Array, " parts"]) -> list[Array]:
     """Write into all arrays at an index."""
-    return [
-        lax.dynamic_update_slice_in_dim(x, copy, index, 0)
-        for x, copy in zip(arrays, copies, strict=True)
-    ]
+
+    def run(arrays: list[Array], copies: list[Array], index: Array) -> list[Array]:
+        new = []
+        for x, copy in zip(arrays, copies, strict=True):
+            # A slice past the last is the last.
+            old = lax.dynamic_slice_in_dim(x, index[0], 1)
+            copy = jnp.where(index[0] < x.shape[0], copy, old)
+            new.append(lax.dynamic_update_slice_in_dim(x, copy, index[0], 0))
+        return new
+
+    return on_each_part(run, (arrays, copies, index))
 
 
-def lift_pages(state: DecodeState, pages: dict[int, Int[Array, " N"]]) -> list[Array]:
-    """Return the contents of pages in all their caches, those of one shape as one array [caches, N, ...].
+def lift_pages(state: DecodeState, pages: dict[int, Int[Array, "parts N"]]) -> list[Array]:
+    """Return the contents of pages in all their caches, those of one shape as one array [parts, caches, N, ...].
 
     Args:
       pages: their numbers, by the slots of a row. Numbers beyond the last count as the last.
     """
     (slots, numbers), *_ = pages.items()
     arrays = _arrays(state, slots)
+
+    def run(arrays: list[Array], numbers: Array) -> Array:
+        return jnp.stack([x.at[numbers[0]].get(mode="clip") for x in arrays])[None]
+
+    axes = CACHE_AXES, ROWS
     return [
-        jnp.stack([arrays[i].at[numbers].get(mode="clip") for i in alike])
+        on_each_part(run, ([arrays[i] for i in alike], numbers), axes, _COPY_AXES)
         for alike in _alike(arrays)
     ]
 
 
 def lower_pages(
-    state: DecodeState, copies: list[Array], pages: dict[int, Int[Array, " N"]]
+    state: DecodeState, copies: list[Array], pages: dict[int, Int[Array, "parts N"]]
 ) -> DecodeState:
     """Write such contents into pages. No number may be there twice; those beyond the last are left out."""
     (slots, numbers), *_ = pages.items()
     arrays = _arrays(state, slots)
+
+    def run(arrays: list[Array], copy: Array, numbers: Array) -> list[Array]:
+        return [
+            x.at[numbers[0]].set(part, mode="drop", unique_indices=True)
+            for x, part in zip(arrays, copy[0], strict=True)
+        ]
+
+    axes = CACHE_AXES, _COPY_AXES, ROWS
     for alike, copy in zip(_alike(arrays), copies, strict=True):
-        for i, part in zip(alike, copy, strict=True):
-            arrays[i] = arrays[i].at[numbers].set(part, mode="drop", unique_indices=True)
+        args = [arrays[i] for i in alike], copy, numbers
+        for i, x in zip(alike, on_each_part(run, args, axes, CACHE_AXES), strict=True):
+            arrays[i] = x
     new = iter(arrays)
 
     def one(x: Any) -> Any:
@@ -236,11 +277,11 @@ class RowSizes:
 
 
 class DeviceCopies(RowSizes):
-    """Copies of pages and snapshots on the devices of a runtime.
+    """Copies of pages and snapshots on the devices of a runtime, for rows of a part of its slots.
 
     Args:
       runtime: whose caches are in pages.
-      num_snapshots: of `RowSizes.plan`.
+      num_snapshots: of each part, see `RowSizes.plan`.
     """
 
     def __init__(self, runtime: Runtime, num_snapshots: int):
@@ -250,12 +291,12 @@ class DeviceCopies(RowSizes):
 
     @property
     def snapshots(self) -> list[Array]:
-        """The snapshots, [num_snapshots, ...] each, empty at first."""
+        """The snapshots, [parts * num_snapshots, ...] each, empty at first."""
         if self._snapshots is None:
-            everywhere = NamedSharding(self._mesh, PartitionSpec())
+            of_parts = NamedSharding(self._mesh, PartitionSpec("data"))
+            count = self.runtime.shapes.parts * self.num_snapshots
             self._snapshots = [
-                jnp.zeros((self.num_snapshots, *x.shape[1:]), x.dtype, device=everywhere)
-                for x in self._small
+                jnp.zeros((count, *x.shape[1:]), x.dtype, device=of_parts) for x in self._small
             ]
         return self._snapshots
 
@@ -263,15 +304,17 @@ class DeviceCopies(RowSizes):
         """Give back the snapshots."""
         self._snapshots = None
 
-    def copy_pages(self, rows: Slots, pairs: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+    def copy_pages(self, rows: SlotsPart, pairs: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Copy pages to others of the same caches."""
         if any(pairs.values()):
-            inputs = self._padded(pairs)
+            inputs = self._padded(rows, pairs)
             rows.state = run_copy(
                 self.runtime, copy_pages, rows.state.stop_ids.shape, rows.state, inputs
             )
 
-    def _padded(self, pairs: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Any]:
+    def _padded(
+        self, rows: SlotsPart, pairs: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> dict[int, Any]:
         """Return pairs of pages as `copy_pages` takes them. A full cache has one at most, a ring its row's."""
         padded = {}
         for slots, count in self.runtime.page_counts.items():
@@ -279,58 +322,63 @@ class DeviceCopies(RowSizes):
             source, to = np.zeros(size, np.int32), np.full(size, count, np.int32)
             for i, (one, other) in enumerate(pairs.get(slots, ())):
                 source[i], to[i] = one, other
-            padded[slots] = source, to
+            nowhere = np.full(size, count, np.int32)
+            padded[slots] = rows.indices(source, nowhere), rows.indices(to, nowhere)
         return padded
 
-    def keep(self, rows: Slots, row: int, snapshot: int) -> None:
+    def _index(self, rows: SlotsPart, snapshot: int) -> np.ndarray:
+        return rows.indices(snapshot, self.num_snapshots)
+
+    def keep(self, rows: SlotsPart, row: int, snapshot: int) -> None:
         """Copy what a row has beside pages to a snapshot."""
         if self._small:
-            inputs = rows.state, np.int32(row), np.int32(snapshot)
+            of_row = rows.indices(row, rows.slots.count)
+            inputs = rows.state, of_row, self._index(rows, snapshot)
             shape = rows.state.stop_ids.shape
             self._snapshots = run_copy(self.runtime, keep, shape, self.snapshots, *inputs)
 
-    def restore(self, rows: Slots, row: int, snapshot: int, tokens: np.ndarray) -> None:
+    def restore(self, rows: SlotsPart, row: int, snapshot: int, tokens: np.ndarray) -> None:
         """Copy a snapshot into a row that goes on behind these tokens."""
         state = rows.state
         if not self._small and state.counts is None:
             return
-        padded = np.zeros(self.runtime.cache_length, np.int32)
-        padded[: len(tokens)] = tokens
-        inputs = np.int32(row), np.int32(snapshot), padded, np.int32(len(tokens))
+        padded = np.zeros((1, self.runtime.cache_length), np.int32)
+        padded[0, : len(tokens)] = tokens
+        of_row, index = rows.indices(row, rows.slots.count), self._index(rows, snapshot)
+        inputs = of_row, index, padded, np.array([len(tokens)], np.int32)
         rows.state = run_copy(
             self.runtime, restore, state.stop_ids.shape, state, self.snapshots, *inputs
         )
 
-    def lift(self, rows: Slots, slots: int, page: int) -> list[Array]:
+    def lift(self, rows: SlotsPart, slots: int, page: int) -> list[Array]:
         """Return a copy of a page in host memory. The caller does not wait for it."""
         return pages_to_host(rows, slots, [page])
 
-    def lower(self, rows: Slots, slots: int, page: int, copy: list[Array]) -> None:
+    def lower(self, rows: SlotsPart, slots: int, page: int, copy: list[Array]) -> None:
         """Put such a copy into a page."""
         pages_from_host(rows, slots, [page], copy)
 
-    def lift_snapshot(self, index: int) -> list[Array]:
+    def lift_snapshot(self, rows: SlotsPart, index: int) -> list[Array]:
         """Return a copy of a snapshot in host memory. The caller does not wait for it."""
         if not self._small:
             return []
-        return to_host(
-            run_copy(self.runtime, lift, (), self.snapshots, np.int32(index), donate=False)
-        )
+        of_index = self._index(rows, index)
+        return to_host(run_copy(self.runtime, lift, (), self.snapshots, of_index, donate=False))
 
-    def lower_snapshot(self, index: int, copy: list[Array]) -> None:
+    def lower_snapshot(self, rows: SlotsPart, index: int, copy: list[Array]) -> None:
         """Put such a copy into a snapshot."""
         if self._small:
-            inputs = self.snapshots, to_device(copy), np.int32(index)
+            inputs = self.snapshots, to_device(copy), self._index(rows, index)
             self._snapshots = run_copy(self.runtime, lower, (), *inputs)
 
-    def warm_up(self, rows: Slots, *, with_host: bool) -> None:
+    def warm_up(self, rows: SlotsPart, *, with_host: bool) -> None:
         """Compile all programs. Nothing may be stored, and no row may have pages."""
         first = next(iter(self.page_bytes))
         self.copy_pages(rows, {first: [(NO_PAGE, NO_PAGE)]})
         self.keep(rows, 0, 0)
         self.restore(rows, 0, 0, np.zeros(0, np.int32))
         if with_host:
-            self.lower_snapshot(0, self.lift_snapshot(0))
+            self.lower_snapshot(rows, 0, self.lift_snapshot(rows, 0))
 
 
 def run_copy(
@@ -355,7 +403,7 @@ def run_copy(
     return runtime.used[key](*runtime.as_inputs(args))
 
 
-def pages_to_host(rows: Slots, slots: int, pages: Sequence[int]) -> list[Array]:
+def pages_to_host(rows: SlotsPart, slots: int, pages: Sequence[int]) -> list[Array]:
     """Return a copy of some pages in host memory. The caller does not wait for it.
 
     Args:
@@ -363,23 +411,24 @@ def pages_to_host(rows: Slots, slots: int, pages: Sequence[int]) -> list[Array]:
       pages: `PAGES_A_COPY` at most.
     """
     inputs = rows.state, _numbers(rows, slots, pages)
-    shape = (slots, len(inputs[1][slots]), *rows.state.stop_ids.shape)
+    shape = (slots, inputs[1][slots].shape[1], *rows.state.stop_ids.shape)
     return to_host(run_copy(rows.runtime, lift_pages, shape, *inputs, donate=False))
 
 
-def pages_from_host(rows: Slots, slots: int, pages: Sequence[int], copy: list[Array]) -> None:
+def pages_from_host(rows: SlotsPart, slots: int, pages: Sequence[int], copy: list[Array]) -> None:
     """Put such a copy into as many pages."""
     inputs = rows.state, to_device(copy), _numbers(rows, slots, pages)
-    shape = (slots, len(inputs[2][slots]), *rows.state.stop_ids.shape)
+    shape = (slots, inputs[2][slots].shape[1], *rows.state.stop_ids.shape)
     rows.state = run_copy(rows.runtime, lower_pages, shape, *inputs)
 
 
-def _numbers(rows: Slots, slots: int, pages: Sequence[int]) -> dict[int, np.ndarray]:
+def _numbers(rows: SlotsPart, slots: int, pages: Sequence[int]) -> dict[int, np.ndarray]:
     """Return the numbers of pages as programs take them: of one, or padded with numbers beyond the last."""
     size = 1 if len(pages) == 1 else PAGES_A_COPY
-    numbers = rows.runtime.page_counts[slots] + np.arange(size, dtype=np.int32)
+    past_last = rows.runtime.page_counts[slots] + np.arange(size, dtype=np.int32)
+    numbers = past_last.copy()
     numbers[: len(pages)] = pages
-    return {slots: numbers}
+    return {slots: rows.indices(numbers, past_last)}
 
 
 def to_host(arrays: list[Array]) -> list[Array]:

@@ -141,7 +141,7 @@ class PrefixStats:
       evictions: entries that had to leave the device; moves to host memory are among them.
       entries, host_entries: held now.
       used_bytes, host_bytes: of these.
-      pool_bytes: of each device, that are there for prefixes alone. Pages of rows serve them too.
+      pool_bytes: of one device of each store, that are there for prefixes alone. Pages of rows serve them too.
     """
 
     queries: int = 0
@@ -156,3 +156,8 @@ class PrefixStats:
     used_bytes: int = 0
     host_bytes: int = 0
     pool_bytes: int = 0
+
+    @classmethod
+    def sum(cls, stats: Sequence[PrefixStats]) -> PrefixStats:
+        """Return the sums of several stores, each on other devices."""
+        return cls(**{name: sum(getattr(s, name) for s in stats) for name in vars(stats[0])})

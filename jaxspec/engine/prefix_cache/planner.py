@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxspec.configs.gemma4_vision import Gemma4VisionConfig
+from jaxspec.engine.placement import FreeSpace
 from jaxspec.engine.prefix_cache.entries import Entry, Passes, Prompt, named
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Request, num_positions
@@ -50,19 +51,20 @@ class PrefixPlanner:
     """Prompts of a scheduler's requests, and their stored prefixes.
 
     Args:
+      stores: of each part of the slots.
       invariant: rows go on, and entries are made, only where passes over a prompt alone end.
       vision: of the target; None: prompts have no images.
     """
 
     def __init__(
         self,
-        store: Store,
+        stores: Sequence[Store],
         planner: PrefillPlanner,
         *,
         invariant: bool,
         vision: Gemma4VisionConfig | None = None,
     ):
-        self.store, self.planner, self.invariant = store, planner, invariant
+        self.stores, self.planner, self.invariant = stores, planner, invariant
         self.vision = vision
         self._prompts: dict[Hashable, Prompt] = {}  # of waiting requests
         self._stops: dict[Hashable, set[int]] = {}  # positions where passes over them have to end
@@ -70,11 +72,15 @@ class PrefixPlanner:
 
     # --- before a request has a slot ---------------------------------------------------------------------
 
-    def ready(self, waiting: Iterable[Request], count: int) -> list[Request]:
-        """Return the first requests that gain nothing by waiting, at most `count`.
+    def store_of(self, slot: int) -> Store:
+        """Return the store of the part that a slot is in."""
+        return self.stores[self.planner.shapes.part(slot)]
 
-        The others share a prefix with a prompt that is being prefilled, or is among these. Its
-        passes are cut where they part.
+    def ready(self, waiting: Iterable[Request], space: FreeSpace) -> list[tuple[Request, int]]:
+        """Return the first requests that gain nothing by waiting, as many as have room, and the part of each.
+
+        The others share a prefix with a prompt that is being prefilled in the part that they would go to, or is
+        among these. Its passes are cut where they part.
         """
         requests = list(waiting)
         self._prompts = {
@@ -82,20 +88,30 @@ class PrefixPlanner:
             for request in requests
         }
         self._stops = {name: at for name, at in self._stops.items() if name in self._prompts}
-        ready: list[Request] = []
-        others = [
-            progress
-            for slot, progress in self._progress.items()
-            if slot in self.planner.pending and progress.version == self.store.version
-        ]
+        ready: list[tuple[Request, int]] = []
+        others: list[list[PrefillProgress]] = [[] for _ in self.stores]
+        for slot, progress in self._progress.items():
+            if slot in self.planner.pending and progress.version == self.store_of(slot).version:
+                others[self.planner.shapes.part(slot)].append(progress)
         for request in requests:
-            if len(ready) == count:
-                break
             prompt = self._prompts[request.id]
-            if not any(self._gains(prompt, other) for other in others):
-                ready.append(request)
-                others.append(PrefillProgress(prompt, stops=self._planned(request)))
+            if (part := space.choose(self._parts_that_know(prompt))) is None:
+                break
+            store, of_part = self.stores[part], others[part]
+            if not any(self._gains(prompt, other, store) for other in of_part):
+                ready.append((request, part))
+                space.take(request, part)
+                of_part.append(PrefillProgress(prompt, stops=self._planned(request)))
         return ready
+
+    def _parts_that_know(self, prompt: Prompt) -> list[int]:
+        """Return the parts whose stored prefixes save a prompt most."""
+        if len(self.stores) == 1:
+            return []
+        hits = [store.find(prompt) for store in self.stores]
+        lengths = [0 if hit is None else hit.length for hit in hits]
+        best = max(lengths)
+        return [part for part, length in enumerate(lengths) if length == best > 0]
 
     def forget(self, id: Hashable) -> None:
         """Forget a cancelled request. Its id may come again, with another prompt."""
@@ -112,7 +128,7 @@ class PrefixPlanner:
             if self.invariant:
                 ids = ()  # passes over it are not those that its length gives
         passes = self._passes(len(ids)) if self.invariant else None
-        return Prompt.of(ids, self.store.page, passes)
+        return Prompt.of(ids, self.stores[0].page, passes)
 
     def _passes(self, length: int) -> Passes:
         """Return the passes over a prompt of some length."""
@@ -125,11 +141,11 @@ class PrefixPlanner:
     def _planned(self, request: Request) -> set[int]:
         return self._stops.setdefault(request.id, set())
 
-    def _gains(self, prompt: Prompt, other: PrefillProgress) -> bool:
+    def _gains(self, prompt: Prompt, other: PrefillProgress, store: Store) -> bool:
         """Return whether a prompt gains by waiting for another one, and cut that one's passes where they part."""
         if not prompt.keys or not other.prompt.keys or prompt.keys[0] != other.prompt.keys[0]:
             return False
-        store, first = self.store, other.prompt
+        first = other.prompt
         shared = min(prompt.common(first.tokens), len(prompt) - 1)
         point, stop = shared, None
         if self.invariant:
@@ -157,33 +173,32 @@ class PrefixPlanner:
             images = slots.images_of(request)
             positions = slots.first_positions(request)
             limit = num_positions(slots.runtime.spec, request)
+            store, number = self.store_of(slot), slots.part(slot).row(slot)
             if images and self.invariant:
-                self.store.enter(slot, positions, None, limit)
+                store.enter(number, positions, None, limit)
                 self.planner.add({slot: request.prompt_ids}, images=images)
                 continue
             prompt = self._prompts.pop(request.id, None) or self._prompt_of(request)
-            hit, shared = self.store.look_up(prompt)
-            row.cached_tokens = self.store.enter(slot, positions, hit, limit)
+            hit, shared = store.look_up(prompt)
+            row.cached_tokens = store.enter(number, positions, hit, limit)
             progress = PrefillProgress(
                 prompt,
                 row,
                 position=row.cached_tokens,
                 reach=hit.entry.reach if hit and row.cached_tokens else 0,
                 stops=self._stops.pop(request.id, set()),
-                version=self.store.version,
+                version=store.version,
             )
-            if self._is_worth_a_stop(progress, shared):
+            if self._is_worth_a_stop(progress, shared, store):
                 progress.stops.add(shared)
             self._progress[slot] = progress
             self.planner.add({slot: request.prompt_ids}, row.cached_tokens, progress.stops, images)
 
-    def _is_worth_a_stop(self, progress: PrefillProgress, shared: int) -> bool:
+    def _is_worth_a_stop(self, progress: PrefillProgress, shared: int, store: Store) -> bool:
         """Return whether to make an entry where a prompt parts from earlier ones."""
-        is_far = (
-            progress.last_reach - shared > self.store.slack
-        )  # else the entry at its end serves, too
+        is_far = progress.last_reach - shared > store.slack  # else the entry at its end serves, too
         new = shared - progress.position
-        return not self.invariant and is_far and new >= self.store.min_tokens
+        return not self.invariant and is_far and new >= store.min_tokens
 
     # --- after each pass ---------------------------------------------------------------------------------
 
@@ -191,7 +206,7 @@ class PrefixPlanner:
         """Store rows after the newest pass."""
         for slot in self.planner.last_ends:
             if (made := self._progress.get(slot)) and slots.is_non_finite(slot):
-                self.store.forget(made.made)  # before any of them moves to host memory
+                self.store_of(slot).forget(made.made)  # before any of them moves to host memory
         for slot, end in self.planner.last_ends.items():
             progress = self._progress.get(slot)
             if progress is None:
@@ -199,12 +214,12 @@ class PrefixPlanner:
             is_over = end == len(progress.prompt)
             if slots.rows[slot] is not progress.row:  # it was cancelled
                 is_over = True
-            elif not slots.is_non_finite(slot) and progress.version == self.store.version:
-                self._keep(slot, progress, end)
+            elif not slots.is_non_finite(slot) and progress.version == self.store_of(slot).version:
+                self._keep(slots.part(slot).row(slot), progress, end, self.store_of(slot))
             if is_over:
                 del self._progress[slot]
 
-    def _keep(self, slot: int, progress: PrefillProgress, end: int) -> None:
+    def _keep(self, row: int, progress: PrefillProgress, end: int, store: Store) -> None:
         progress.position, progress.reach = end, max(progress.reach, end)
         prompt, is_end = progress.prompt, end == len(progress.prompt)
         is_spare = not is_end and end not in progress.stops
@@ -213,8 +228,8 @@ class PrefixPlanner:
                 return  # no other prompt has a pass that ends here
             assert prompt.passes is not None
             is_spare = end < sum(prompt.passes[-2])  # the last one before the end is as good as it
-        elif is_spare and progress.last_reach - end <= self.store.slack:
+        elif is_spare and progress.last_reach - end <= store.slack:
             return  # the entry at the prompt's end serves, too
-        made = self.store.keep(slot, prompt, end, reach=progress.reach, is_spare=is_spare)
+        made = store.keep(row, prompt, end, reach=progress.reach, is_spare=is_spare)
         if made is not None:
             progress.made.append(made)

@@ -31,7 +31,7 @@ MAX_SEEN = 1 << 16
 
 @runtime_checkable
 class PagedRows(Protocol):
-    """The part of `slots.Slots` that a store needs. `Copies` take all of it."""
+    """The part of `slots.SlotsPart` that a store needs. `Copies` take all of it."""
 
     @property
     def pages(self) -> PagePool | None: ...
@@ -67,11 +67,11 @@ class Copies(Protocol):
         """Put such a copy into a page."""
         ...
 
-    def lift_snapshot(self, index: int) -> Any:
+    def lift_snapshot(self, rows: Any, index: int) -> Any:
         """Return a copy of a snapshot in host memory."""
         ...
 
-    def lower_snapshot(self, index: int, copy: Any) -> None:
+    def lower_snapshot(self, rows: Any, index: int, copy: Any) -> None:
         """Put such a copy into a snapshot."""
         ...
 
@@ -86,7 +86,7 @@ class Copies(Protocol):
 
 @dataclass
 class Store:
-    """The stored prefixes of one engine.
+    """The stored prefixes of one engine, or of one part of its slots on a mesh that splits them.
 
     Args:
       host_bytes: of host memory for entries that leave the device; 0 for none.
@@ -155,7 +155,7 @@ class Store:
 
     def attach(self, rows: PagedRows) -> None:
         """Share the pages of these rows, and forget all entries in those of others."""
-        if rows is not self._rows:
+        if rows != self._rows:
             self.version += 1
             self._forget()
             self._rows = rows
@@ -456,7 +456,7 @@ class Store:
         for page in new:
             page.host = copies.lift(self.rows, page.slots, _number_of(page))
         assert entry.index is not None
-        entry.host = copies.lift_snapshot(entry.index)
+        entry.host = copies.lift_snapshot(self.rows, entry.index)
         self._host_used += needed
         self._host[entry] = None
         self.counts.offloads += 1
@@ -473,7 +473,7 @@ class Store:
         for page, copy in copies.items():
             self.copies.lower(self.rows, page.slots, _number_of(page), copy)
         assert entry.index is not None
-        self.copies.lower_snapshot(entry.index, snapshot)
+        self.copies.lower_snapshot(self.rows, entry.index, snapshot)
         return True
 
     def _leave_device(self, entry: Entry) -> None:
