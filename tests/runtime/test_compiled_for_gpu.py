@@ -100,15 +100,26 @@ def small(preset: str, drafts: str) -> DecodeSpec:
     )
 
 
-def compile_loop_on_mesh(spec: DecodeSpec, batch: int, data: int, model: int) -> str:
-    """Return the optimized loop of a mesh of H200s."""
+def compile_loop_on_mesh(
+    spec: DecodeSpec, batch: int, data: int, model: int, paging: Paging | None = None
+) -> str:
+    """Return the optimized loop of a mesh of H200s.
+
+    Args:
+      paging: with it, rows have several pages, and half of them are computed.
+    """
     there = topologies.get_topology_desc(
         platform="cuda", target_config=H200.described, topology=f"1x1x{data * model}"
     )
     mesh = make_mesh(data=data, model=model, devices=there.devices)
     state = jax.eval_shape(
         lambda: states.init_state(
-            spec, batch, cache_length=2048, num_stop_ids=4, cache_dtype=spec.target.cache_dtype
+            spec,
+            batch,
+            cache_length=2048,
+            num_stop_ids=4,
+            cache_dtype=spec.target.cache_dtype,
+            paging=paging,
         )
     )
     places = state_shardings(state, mesh)
@@ -123,8 +134,18 @@ def compile_loop_on_mesh(spec: DecodeSpec, batch: int, data: int, model: int) ->
         out_shardings=places,
         compiler_options=options_of_loops(mesh),
     )
+    more: tuple[Any, ...] = ()
+    if paging is not None:
+
+        def of_rows(*shape: int) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(mesh, PartitionSpec("data"))
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+        sizes = {c.num_slots for c in caches_of((state.caches, state.drafter))}
+        tables = {size: of_rows(batch, pages_for(size)) for size in sizes}
+        more = rounds, of_rows(batch // 2), None, tables
     with jax.set_mesh(mesh):
-        return loop.lower(*models, state, rounds).compile().as_text() or ""
+        return loop.lower(*models, state, rounds, *more).compile().as_text() or ""
 
 
 def compile_loop(
@@ -169,6 +190,10 @@ def compile_loop(
     options: dict[str, Any] = dict(donate_argnums=2, compiler_options=COMPILER_OPTIONS)
     return chip.compile(loop, *args, **options), state
 
+
+NEEDS_MOSAIC = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
+)
 
 WORSE_WITH_012 = functools.partial(pytest.mark.xfail, jax.__version_info__ >= (0, 12), strict=True)
 """What a newer XLA does worse. The program_features `cuda` and `cuda12` hold jax below it."""
@@ -279,6 +304,20 @@ def test_devices_exchange_activations_only(preset: str, drafts: str, data: int, 
     assert sums <= of_target + 2 * drafter + embeddings + features
 
 
+@NEEDS_MOSAIC
+def test_rows_that_are_split_keep_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device sends another any row, kernels run on each, and no cache is copied."""
+    monkeypatch.setattr("pallas_kernels.attention.capability", lambda: 9.0)
+    spec = small("26b-a4b", "dflash")
+    hlo = compile_loop_on_mesh(spec, 64, 2, 1, Paging(64, 32 * 2048, 2))
+    assert big_moves(hlo) == []
+    found = re.findall(r"= (.*) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", hlo)
+    # Whether any row is alive, or is sampled.
+    assert {kind for _, kind in found} == {"all-reduce"}
+    assert [shape for shape, _ in found if re.search(r"\[\d", shape)] == []
+    assert "mosaic_gpu" in hlo
+
+
 def test_devices_multiply_8_bit_floats_and_exchange_scales_of_rows() -> None:
     """31B in fp8-dynamic. Devices round a row by one scale, of its largest number on any of them."""
     spec, batch = small("31b", "none"), 8
@@ -329,11 +368,6 @@ def test_the_loop_copies_neither_weights_nor_caches(
     assert "/add_norm/pallas_call" in hlo
     assert big_moves(hlo) == []
     assert conditions_without_operations(hlo) == []
-
-
-NEEDS_MOSAIC = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
-)
 
 
 @NEEDS_MOSAIC
@@ -416,7 +450,7 @@ def test_pages_of_prefixes_are_copied_within_the_caches(preset: str, drafts: str
     pairs = {}
     for cache in caches:
         count = 1 if cache.ring_slack is None else pages_for(cache.num_slots)
-        pairs[cache.num_slots] = (jax.ShapeDtypeStruct((count,), jnp.int32),) * 2
+        pairs[cache.num_slots] = (jax.ShapeDtypeStruct((1, count), jnp.int32),) * 2
     compiled = H200.compile(copy_pages, state, pairs, donate_argnums=0)
     memory = compiled.memory_analysis()
     print(f"{preset} {drafts}: {memory}")
@@ -432,7 +466,7 @@ def test_pages_come_back_from_host_memory_within_the_caches(preset: str, drafts:
     """Pages of all caches of one shape move as one array, and nothing else of their size is written."""
     state, caches = state_in_pages(preset, drafts)
     for slots in {c.num_slots for c in caches}:
-        pages = {slots: jax.ShapeDtypeStruct((PAGES_A_COPY,), jnp.int32)}
+        pages = {slots: jax.ShapeDtypeStruct((1, PAGES_A_COPY), jnp.int32)}
         copies = jax.eval_shape(lift_pages, state, pages)
         shapes = {(c.k.shape, c.k.dtype) for c in caches if c.num_slots == slots}
         assert len(copies) == len(shapes)
