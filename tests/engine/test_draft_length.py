@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -319,18 +320,25 @@ def test_a_change_of_the_text_is_noticed() -> None:
         assert np.mean(np.asarray(used[-100:]) == (speed > 1)) > 0.9
 
 
+@functools.cache
+def level_of(tokens: float, drafts: int) -> float:
+    """Return the log-odds of a draft of middling ease, if steps of all drafts commit so many tokens."""
+    own, low, high = np.random.default_rng(0), -9.0, 9.0
+    noise = 1.2 * own.normal(size=(4000, 1)) + own.normal(size=(4000, drafts))
+    for _ in range(30):
+        level = (low + high) / 2
+        chances = 1 / (1 + np.exp(-level - noise))
+        few = 1 + np.cumprod(chances, axis=1).sum(axis=1).mean() < tokens
+        low, high = (level, high) if few else (low, level)
+    return level
+
+
 class Competing:
     """Rows whose drafts compete, with true confidences. Each row stays as easy for 8 steps."""
 
     def __init__(self, tokens: float, drafts: int, rows: int, rng: np.random.Generator):
         self.shape, self.rng, self.step = (rows, drafts), rng, 0
-        own, low, high = np.random.default_rng(0), -9.0, 9.0
-        noise = 1.2 * own.normal(size=(4000, 1)) + own.normal(size=(4000, drafts))
-        for _ in range(30):  # the level of log-odds that makes so many tokens a step
-            self.level = (low + high) / 2
-            chances = 1 / (1 + np.exp(-self.level - noise))
-            few = 1 + np.cumprod(chances, axis=1).sum(axis=1).mean() < tokens
-            low, high = (self.level, high) if few else (low, self.level)
+        self.level = level_of(tokens, drafts)
 
     def verified(
         self, length: int, costs: dict[int, float] | None
@@ -446,15 +454,24 @@ def decode_with_choice(
         [(6.0, 2400), (1.2, 600)],
     ],
 )
+@pytest.mark.parametrize("seeds", [4, *slow(20)])
 def test_with_choice_it_is_no_slower_than_the_better_of_plain_and_all_drafts(
-    rows: int, texts: list[tuple[float, int]]
+    seeds: int, rows: int, texts: list[tuple[float, int]]
 ) -> None:
-    """On the mean of some short runs, of which looks and tries are a large share. A second run knows its texts."""
-    regrets = np.array([decode_with_choice(rows, texts, seed) for seed in range(4)])
+    """Short runs, of which looks and tries are a large share. A second run knows its texts.
+
+    On the mean of runs nothing is 3 % slower, nor is a second run. In a first run 8 rows tell little: their
+    mean over 2 steps is off by 30 % at 2.5 tokens.
+    """
+    regrets = np.array([decode_with_choice(rows, texts, seed) for seed in range(seeds)])
     if len(texts) > 1:  # it does not know that they begin anew
         regrets = regrets[:, :1]
     assert regrets.mean(axis=0).max() < 0.03
-    assert regrets.max() < (0.03 if rows == 32 else 0.1)
+    is_short = seeds == 4
+    first, *again = regrets.max(axis=0)
+    most = (0.03, 0.035) if is_short else (0.031, 0.11)
+    assert first < most[rows == 8]
+    assert all(x < (0.026 if is_short else 0.031) for x in again)
 
 
 @pytest.mark.parametrize("rows", GPU_STEPS)
