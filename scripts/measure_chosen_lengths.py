@@ -13,8 +13,12 @@ drafts. All rows begin together, and none comes after them. Each line of the tab
     always, survival  tokens a second against the better of these two. First the engine knows the cost of steps and
                       nothing of the text ("first"), then it runs the same requests once more ("again")
 
-Time counts from the first tokens of the rows on. Compiling is left out. One engine has the drafter: its
-`draft_length` is another one for each column, so that a step of all drafts is the same program in all of them.
+Figures are medians of some repeats, and in brackets is the slowest one. Time counts from the first tokens of the rows
+on. Compiling is left out, and so are Python's walks over what compiling left: a server keeps them from its collector
+too. One engine has the drafter: its `draft_length` is another one for each column, so that a step of all drafts is the
+same program in all of them. Programs for few rows are left out, which would take most of the time to compile, so the
+last rows of a run take steps of all rows in every column. The JSON has the drafts that each run verified, and the
+seconds of a step of each number: they tell a wrong choice from lost time.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -38,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec import Drafting, Engine, Request, Sampling, decode, decode_loop
+from jaxspec import Drafting, Engine, Request, Sampling, decode, decode_loop, row_subset
 from jaxspec.configs.dflash import default_feature_layers
 from jaxspec.drafters.base import AnyDrafter, Draft
 from jaxspec.engine.draft_length import DraftLengthController
@@ -215,8 +220,9 @@ def compare(
     prompts: Sequence[tuple[int, ...]],
     new_tokens: int,
     levels: Sequence[float],
-) -> Iterator[tuple[float, dict[str, Measured]]]:
-    """Yield each level and the runs of all kinds, with a row for each prompt."""
+    repeats: int,
+) -> Iterator[tuple[float, dict[int, float], dict[str, list[Measured]]]]:
+    """Yield each level, the seconds of a step by drafts, and the runs of all kinds, with a row for each prompt."""
 
     def requests(chance: float) -> list[Request]:
         sampling = Sampling(top_p=chance)
@@ -225,20 +231,28 @@ def compare(
     options: dict[str, Any] = dict(requests=requests(1.0), batch_size=len(prompts))
     plain = Engine.fitting(target, None, **options)
     engine = Engine.fitting(target, drafter, drafting=NO_DRAFT, choose_length="survival", **options)
-    for made in (plain, engine):
-        made.warm_up({len(prompts[0])})
-        measured(made, requests(1.0)[:1])  # a first run takes longer
+    with mock.patch.object(row_subset, "counts", return_value=()):
+        for made in (plain, engine):
+            made.warm_up({len(prompts[0])})
     print(f"{len(prompts)} rows: {engine.timings.compile_s:.0f} s of compiling", flush=True)
     known = engine.draft_length
+    costs = {drafts: use.step_s or 0.0 for drafts, use in known.used.items()}
+    engine.draft_length = with_choice(known, "always")
+    for made in (plain, engine):
+        measured(made, requests(0.5)[:1])  # a first run takes longer
+    gc.collect()
+    gc.freeze()
     for level in levels:
         asked = requests(middling_chance(level, engine.spec.num_draft_tokens))
-        runs = {"plain": measured(plain, asked)}
-        for choose in ("never", "always", "survival"):
-            engine.draft_length = with_choice(known, choose)
-            runs[choose] = measured(engine, asked)
-            if choose != "never":
-                runs[f"{choose}, again"] = measured(engine, asked)
-        yield level, runs
+        runs: dict[str, list[Measured]] = defaultdict(list)
+        for _ in range(repeats):
+            runs["plain"].append(measured(plain, asked))
+            for choose in ("never", "always", "survival"):
+                engine.draft_length = with_choice(known, choose)
+                runs[choose].append(measured(engine, asked))
+                if choose != "never":
+                    runs[f"{choose}, again"].append(measured(engine, asked))
+        yield level, costs, runs
 
 
 def main(
@@ -246,6 +260,7 @@ def main(
     level: Annotated[list[float], typer.Option(min=1)] = [1.2, 1.6, 2.5, 4, 6, 12],  # noqa: B006
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
     new_tokens: Annotated[int, typer.Option(min=2)] = 900,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
     layers: Annotated[int, typer.Option(min=6, help="of the target")] = 6,
     bundled: Annotated[bool, typer.Option("--bundled", help="the bundled pair instead")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
@@ -258,25 +273,28 @@ def main(
     rng, found = np.random.default_rng(0), []
     for batch in rows:
         ids = rng.integers(5, target.config.vocab_size, (batch, prompt_tokens)).tolist()
-        for tokens, runs in compare(target, drafter, [*map(tuple, ids)], new_tokens, level):
-            better = max(runs["plain"].speed, runs["never"].speed)
-            ratios = {name: run.speed / better for name, run in runs.items()}
-            speeds = [f"{runs[name].speed:,.0f}" for name in ("plain", "never")]
-            speeds += [f"{100 * (ratio - 1):+.1f} %" for ratio in list(ratios.values())[2:]]
-            table.add_row(str(batch), f"{tokens:g}", *speeds)
+        prompts = [*map(tuple, ids)]
+        for tokens, costs, runs in compare(target, drafter, prompts, new_tokens, level, repeats):
+            speeds = {name: [run.speed for run in of] for name, of in runs.items()}
+            better = max(np.median(speeds["plain"]), np.median(speeds["never"]))
+            changes = {name: np.asarray(of) / better - 1 for name, of in speeds.items()}
+            cells = [f"{np.median(speeds[name]):,.0f}" for name in ("plain", "never")]
+            for name in list(changes)[2:]:
+                cells.append(f"{np.median(changes[name]):+.1%} ({changes[name].min():+.1%})")
+            table.add_row(str(batch), f"{tokens:g}", *cells)
             print(
-                f"{time.perf_counter() - began:.0f} s: {batch} rows, {tokens:g}: {speeds}",
+                f"{time.perf_counter() - began:.0f} s: {batch} rows, {tokens:g}: {cells}",
                 flush=True,
             )
-            values = {name: run._asdict() for name, run in runs.items()}
-            found.append({"rows": batch, "level": tokens, "ratios": ratios, "runs": values})
+            values = {name: [run._asdict() for run in of] for name, of in runs.items()}
+            found.append({"rows": batch, "level": tokens, "step_s": costs, "runs": values})
             if json_path is not None:  # a run that is cut off leaves what it has
                 json_path.parent.mkdir(parents=True, exist_ok=True)
                 about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
                 about |= {"models": "bundled" if bundled else f"{PRESET}, {layers} layers"}
                 about |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
                 json_path.write_text(json.dumps({**about, "found": found}) + "\n")
-    console = Console(width=100)
+    console = Console(width=120)
     console.print(table)
     console.print(
         f"{'bundled' if bundled else f'{PRESET}, {layers} layers'}, {prompt_tokens} + {new_tokens} tokens "
