@@ -1,4 +1,4 @@
-"""The bundled pair with two of the target's eight layers, for what asks nothing of its text.
+"""The bundled pair with two of the target's eight layers and one of the drafter's two, for what reads no text.
 
 Programs of it compile in a fraction of the time. Drafts are still drafts of this target: they are only worse.
 """
@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.api import BUNDLED
 
 KEPT = (2, 3)  # a sliding layer and a full one, of the target and of the assistant
+DRAFTS = 1  # the drafter's full layer
 
 
 def write(directory: Path) -> Path:
@@ -33,7 +34,9 @@ def write(directory: Path) -> Path:
     config = _config(directory / "dflash")
     config["dflash_config"]["target_layer_ids"] = [0]
     config["num_target_layers"] = len(KEPT)
-    _write(directory / "dflash", config, None, inputs=config["hidden_size"])
+    config["layer_types"], config["num_hidden_layers"] = [config["layer_types"][DRAFTS]], 1
+    inputs = config["hidden_size"]
+    _write(directory / "dflash", config, {f"layers.{DRAFTS}.": 0}, inputs=inputs)
     return directory
 
 
@@ -43,14 +46,12 @@ def _config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _write(
-    directory: Path, config: dict[str, Any], kept: dict[str, int] | None, inputs: int = 0
-) -> None:
+def _write(directory: Path, config: dict[str, Any], kept: dict[str, int], inputs: int = 0) -> None:
     """Write the config, and the weights without the layers that are not kept."""
     file, tensors = directory / "model.safetensors", {}
     for name, x in load_file(file).items():
         layer = re.search(r"layers\.\d+\.", name)
-        if layer and kept is not None:
+        if layer:
             if layer[0] not in kept:
                 continue
             name = name.replace(layer[0], f"layers.{kept[layer[0]]}.")

@@ -41,7 +41,7 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
 )
 # Runs pages in one process, since starting JAX takes longer than a page. Calls of `load` that ask for the same pair
-# get the same one, whose programs are then compiled once. The bundled pair has two layers here: what it writes is
+# get the same one, whose programs are then compiled once. The bundled pair is `short_pair` here: what it writes is
 # not compared, and its programs compile in half the time. A file's own lines stand in tracebacks.
 RUNNER = """
 import functools, json, pathlib, sys, traceback
@@ -57,6 +57,15 @@ for page, blocks in json.load(open(sys.argv[1])).items():
     except BaseException:
         failed[page] = traceback.format_exc()
 json.dump(failed, open(sys.argv[2], "w"))
+"""
+
+
+# `python -m jaxspec` with that pair.
+COMMAND = """
+import pathlib, runpy
+import jaxspec.api
+jaxspec.api.BUNDLED = pathlib.Path(__file__).parent.parent / "short"
+runpy.run_module("jaxspec", run_name="__main__", alter_sys=True)
 """
 
 
@@ -113,10 +122,14 @@ def options(command: str) -> set[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return an environment with a `jaxspec` command that is this source tree's."""
+    """Return an environment with a `jaxspec` command that is this source tree's, with a short bundled pair."""
     shim = folder / "bin" / "jaxspec"
-    shim.parent.mkdir(exist_ok=True)
-    shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m jaxspec "$@"\n')
+    if not shim.exists():
+        shim.parent.mkdir()
+        short_pair.write(folder / "short")
+        (shim.parent / "command.py").write_text(COMMAND, encoding="utf-8")
+    command = shlex.join([sys.executable, str(shim.parent / "command.py")])
+    shim.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     shim.chmod(0o755)
     path = f"{shim.parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -184,7 +197,6 @@ def test_python_blocks_run(part: int, tmp_path: Path):
         str(ROOT / page): [(block.line, block.code) for block in PYTHON_PAGES[page]]
         for page in longest_first[part::PARTS]
     }
-    short_pair.write(tmp_path / "short")
     (tmp_path / "run.py").write_text(RUNNER, encoding="utf-8")
     (tmp_path / "pages.json").write_text(json.dumps(pages), encoding="utf-8")
     process = subprocess.run(

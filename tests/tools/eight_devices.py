@@ -719,6 +719,7 @@ def products(format: str) -> dict[str, float]:
         return project_gated(x, weight, "gelu_tanh")
 
     heads, queries = attention.KV_WEIGHT_AXES, attention.OUT_WEIGHT_AXES
+    packed = jax.jit(quantise, static_argnums=(1, 2))
     for name, shape, contracting, axes, product in (
         ("outputs", (128, 8, 3, 32), (0,), heads, project),
         ("heads", (8, 2, 64, 128), (0, 1, 2), queries, functools.partial(project, inputs=3)),
@@ -729,7 +730,7 @@ def products(format: str) -> dict[str, float]:
         ("gate and up by inputs", (256, 2, 46), (0,), ("inputs", None, "mlp"), gated),
         ("table", (512, 128), (1,), ("vocab", None), table_logits),
     ):
-        weight = quantise(normal(*shape), format, contracting)
+        weight = packed(normal(*shape), format, contracting)
         weight.axes = axes
         x = normal(4, 2, *(shape[i] for i in contracting))
         expected = jax.jit(product)(x, weight)
