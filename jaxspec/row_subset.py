@@ -103,7 +103,8 @@ def fill(active: Sequence[int], rows: int, slots: int, parts: int = 1) -> np.nda
     filled, each = [], slots // parts
     for part in range(parts):
         of_part = [slot - part * each for slot in active if slot // each == part]
-        others = (slot for slot in range(each) if slot not in set(of_part))
+        taken = {*of_part}
+        others = (slot for slot in range(each) if slot not in taken)
         filled += [*of_part, *(next(others) for _ in range(rows // parts - len(of_part)))]
     return np.array(filled, np.int32)
 

@@ -100,6 +100,20 @@ def small(preset: str, drafts: str) -> DecodeSpec:
     )
 
 
+def abstract_state(spec: DecodeSpec, batch: int, paging: Paging | None) -> Any:
+    """Return the shapes of a state of rows of 2,048 positions."""
+    return jax.eval_shape(
+        lambda: states.init_state(
+            spec,
+            batch,
+            cache_length=2048,
+            num_stop_ids=4,
+            cache_dtype=spec.target.cache_dtype,
+            paging=paging,
+        )
+    )
+
+
 def compile_loop_on_mesh(
     spec: DecodeSpec, batch: int, data: int, model: int, paging: Paging | None = None
 ) -> str:
@@ -112,16 +126,7 @@ def compile_loop_on_mesh(
         platform="cuda", target_config=H200.described, topology=f"1x1x{data * model}"
     )
     mesh = make_mesh(data=data, model=model, devices=there.devices)
-    state = jax.eval_shape(
-        lambda: states.init_state(
-            spec,
-            batch,
-            cache_length=2048,
-            num_stop_ids=4,
-            cache_dtype=spec.target.cache_dtype,
-            paging=paging,
-        )
-    )
+    state = abstract_state(spec, batch, paging)
     places = state_shardings(state, mesh)
     state = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
@@ -161,16 +166,7 @@ def compile_loop(
       rows: of a program for few of the slots.
       paging: with it, rows have several pages.
     """
-    state = jax.eval_shape(
-        lambda: states.init_state(
-            spec,
-            batch,
-            cache_length=2048,
-            num_stop_ids=4,
-            cache_dtype=spec.target.cache_dtype,
-            paging=paging,
-        )
-    )
+    state = abstract_state(spec, batch, paging)
     args = (
         spec.target.abstract_params(),
         None if spec.drafter is None else spec.drafter.abstract_params(),
