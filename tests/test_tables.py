@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import time
 from pathlib import Path
@@ -20,11 +19,11 @@ from scripts.tables.runner import Job, Machine
 CARD = "NVIDIA A1"
 HERE = Machine(CARD, "gpu", "0.1.0 (abc)", "0.11.2")
 STEPS = [case for case in CASES if case.table == "steps" and case.row == "31B plain"]
-TODAY = datetime.date.today().isoformat()
+DAY = "2026-11-27"  # of every cell: a run that began before midnight may end after it
 
 
 def cell(case: Case, machine: Machine = HERE, **values: Any) -> data.Cell:
-    about = machine.card, machine.version, machine.jax, TODAY, case.line
+    about = machine.card, machine.version, machine.jax, DAY, case.line
     return data.Cell(case.table, case.row, case.column, *about, values)
 
 
@@ -101,6 +100,7 @@ def test_a_run_fills_what_is_missing(
         return reports_of(job, *args)
 
     monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr(runner, "today", lambda: DAY)
     before = dataclasses.replace(HERE, version="0.1.0 (old)")
     kept = [cell(STEPS[0], step_ms=1.0), cell(STEPS[1], before, step_ms=1.0)]
     path = tmp_path / data.file_of(CARD)
@@ -116,7 +116,7 @@ def test_a_run_fills_what_is_missing(
     assert len(runner.run(STEPS, HERE, folder=tmp_path, again=True)) == 3
     table = pages.rendered("steps", CARD, data.read(path))
     assert "| 31B plain | 11.0 (9.88) | 18.0 (9.88) | 42.0 (9.88) |" in table
-    assert f"{CARD}, jaxspec 0.1.0 (abc), jax 0.11.2, {pages.in_words(TODAY)}. Not run: " in table
+    assert f"{CARD}, jaxspec 0.1.0 (abc), jax 0.11.2, 27 November 2026. Not run: " in table
     assert capsys.readouterr().out.count(": ok") == 2
 
 

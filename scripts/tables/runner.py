@@ -257,6 +257,11 @@ def rounded(value: float) -> float:
 # --- all of them ---------------------------------------------------------------------------------
 
 
+def today() -> str:
+    """Return the day as a cell keeps it, as 2026-11-27."""
+    return datetime.date.today().isoformat()
+
+
 def run(
     cases: Sequence[Case],
     machine: Machine,
@@ -311,7 +316,7 @@ def run(
                 elif len(job.batches) > 1:  # of several batch sizes some may fit
                     with lock:
                         waiting[:0] = jobs_of_each_batch(job)
-            date = datetime.date.today().isoformat()
+            date = today()
             with lock:
                 for case, kept in values.items():
                     cell = Cell(
