@@ -166,6 +166,8 @@ class Scheduler:
             call = runtime.bind_prefill(slots.state, chunk, of_prefill, tables)
             slots.state, _ = call(slots.state)
         if self._prefixes is not None:
+            for store in self._prefixes.stores:  # pages are written to
+                store.clear()
             self._prefixes.stores[0].warm_up()
         if slots.pages is not None:
             self._swap.warm_up(slots)

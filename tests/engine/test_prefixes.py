@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxspec import cache
 from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.copies import RowSizes
+from jaxspec.engine.slots import Slots
 from jaxspec.options import FieldError
 from tests import tiny
 from tests.cases import case, request, run, slow, target
@@ -269,6 +271,24 @@ def test_an_error_in_a_step_drops_the_arrays(monkeypatch: pytest.MonkeyPatch) ->
     hot.reset()
     assert one(hot, BASE).cached_tokens == 0
     assert one(hot, BASE).cached_tokens == 55
+
+
+def test_a_step_that_was_interrupted_can_be_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored is forgotten then. Requests that came later found a store without pages."""
+    hot, expected = engine(**PLENTY), one(engine(), BASE)
+    one(hot, BASE)
+    names = [
+        hot.add(Request(BASE, NEW)) for _ in range(3)
+    ]  # of which the last one gets a slot later
+    hot.step()
+    with monkeypatch.context() as context:
+        context.setattr(Slots, "wait", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            hot.step()
+    done = {}
+    while not hot.is_idle:
+        done |= {e.id: e for e in hot.step() if isinstance(e, Completion)}
+    assert [done[name].token_ids for name in names] == [expected.token_ids] * 3
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,10 @@ def pages(name: str, drafter: str, data: str, model: str, kind: str) -> dict[str
             assert slots.pages is not None
             slots.pages.check([of.holders for of in engine._prefixes])
         engine._scheduler._release()
-        stats = engine.prefix_stats
+        stats, left = engine.prefix_stats, None
+        if kind == "host":
+            engine.warm_up()  # writes to all pages
+            left = engine.prefix_stats
         sizes = {x.shape[2:] for x in caches_arrays(engine)}
         runtime = engine.runtime
         held = jax.tree.leaves((slots.state.caches, slots.state.drafter))
@@ -270,6 +273,7 @@ def pages(name: str, drafter: str, data: str, model: str, kind: str) -> dict[str
             "parts": sorted(used),
             "hit_tokens": stats.hit_tokens if stats else 0,
             "host_hits": stats.host_hits if stats else 0,
+            "entries": [of.entries for of in (stats, left) if of],
             "compiled": engine.num_compilations - count,
             "ahead": engine.read_ahead,
             "gathers": [g for hlo in programs for g in page_gathers(hlo, sizes)],

@@ -164,19 +164,18 @@ class Store:
         """Forget all entries.
 
         Args:
-          drop_arrays: whether the rows may be lost, and with them what was stored.
+          drop_arrays: whether the snapshots may be lost.
         """
         self.version += 1
         for slots, number in self._on_device:
             self.pages.drop(slots, number)
         self._forget()
         if drop_arrays:
-            self._rows = None
             self.copies.drop()
 
     def warm_up(self) -> None:
-        """Compile all programs, and forget all entries."""
-        self.clear()
+        """Compile all programs. There must be no entries: pages are written to."""
+        assert not self._on_device
         self.copies.warm_up(self.rows, with_host=self.host_bytes > 0)
 
     # --- looking up --------------------------------------------------------------------------------------
