@@ -41,7 +41,10 @@ class LengthForecast:
             kind.append(num_tokens / max_new_tokens)
 
     def __call__(
-        self, max_new_tokens: Int[np.ndarray, " R"], num_tokens: Int[np.ndarray, " R"]
+        self,
+        max_new_tokens: Int[np.ndarray, " R"],
+        num_tokens: Int[np.ndarray, " R"],
+        every: int = 1,
     ) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, "T R"]]:
         """Return how likely rows are still there when each has so many more tokens.
 
@@ -50,33 +53,33 @@ class LengthForecast:
         Args:
           max_new_tokens: that each row may have.
           num_tokens: that it has.
+          every: one of so many times is returned, the first one among them.
 
         Returns:
           Numbers of more tokens, from 0 until all rows have ended, and the chance of each row then.
         """
         limits, got = np.maximum(max_new_tokens, 1), num_tokens
-        kinds = [limit.bit_length() for limit in limits.tolist()]
-        columns = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in {*kinds}}
-        shares = {kind: np.sort(np.array(self._shares.get(kind, ()))) for kind in columns}
-        ends = np.minimum(limits, np.maximum(FIRST_TOKENS, 2 * got))  # if nothing is known
-        counts = np.zeros(len(limits))  # of ended requests that came as far
-        for kind, of_kind in columns.items():
-            known = shares[kind]
-            counts[of_kind] = len(known) - np.searchsorted(
-                known, got[of_kind] / limits[of_kind], "right"
-            )
-            if len(known):
-                longest = np.ceil(known[-1] * limits[of_kind]).astype(int)
-                again = np.minimum(limits[of_kind], 2 * got[of_kind])
-                ends[of_kind] = np.where(counts[of_kind] > 0, longest, again)
+        digits, kinds = np.unique(np.frexp(limits)[1], return_inverse=True)
+        shares = [np.sort(np.array(self._shares.get(kind, ()))) for kind in digits.tolist()]
+        # Shares are at most 1. So those of all kinds are in order, 2 apart.
+        of_all = np.concatenate([of_kind + 2 * kind for kind, of_kind in enumerate(shares)])
+        known = np.array([len(of_kind) for of_kind in shares])
+        up_to = known.cumsum()[kinds]
+
+        def num_longer(share: np.ndarray) -> np.ndarray:
+            """Return the ended requests of each row's kind that got a larger share."""
+            at = np.minimum(share, 1.5) + 2 * kinds
+            return up_to - np.searchsorted(of_all, at, "right")
+
+        counts = num_longer(got / limits)
+        longest = np.array([of_kind.max(initial=0.0) for of_kind in shares])[kinds]
+        again = np.maximum(2 * got, np.where(known[kinds] > 0, 0, FIRST_TOKENS))
+        longest = np.ceil(longest * limits).astype(int)
+        ends = np.where(counts > 0, longest, np.minimum(limits, again))
         last = max(int((ends - got).max(initial=0)), 0)
-        times = np.unique(np.linspace(0, last, NUM_TIMES).astype(int))
-        alive = (times[:, None] < np.maximum(ends - got, 1)).astype(float)
-        for kind, of_kind in columns.items():
-            reached = (got[of_kind] + times[:, None]) / limits[of_kind]
-            left = len(shares[kind]) - np.searchsorted(shares[kind], reached, "right")
-            is_known = counts[of_kind] > 0
-            chance = left / np.maximum(counts[of_kind], 1)
-            alive[:, of_kind] = np.where(is_known, chance, alive[:, of_kind])
+        times = np.unique(np.linspace(0, last, NUM_TIMES).astype(int))[::every]
+        left = num_longer((got + times[:, None]) / limits)
+        as_expected = times[:, None] < np.maximum(ends - got, 1)
+        alive = np.where(counts > 0, left / np.maximum(counts, 1), as_expected)
         alive[0] = 1.0
         return times, alive

@@ -22,7 +22,8 @@ class FreeSpace:
     def __init__(self, slots: Slots, free: Sequence[Sequence[int]]):
         self.slots = slots
         self._num_slots = [len(of_part) for of_part in free]
-        self._pools = [] if slots.pages is None else slots.pages.pools
+        # A single part is chosen anyhow.
+        self._pools = slots.pages.pools if slots.pages is not None and len(free) > 1 else []
         self._pages = [pool.num_without_rows for pool in self._pools]
 
     def choose(self, preferred: Collection[int] = ()) -> int | None:
@@ -33,7 +34,7 @@ class FreeSpace:
         """
         parts = [part for part, count in enumerate(self._num_slots) if count]
         parts = [part for part in parts if part in preferred] or parts
-        return max(parts, key=self._share, default=None)
+        return parts[0] if len(parts) == 1 else max(parts, key=self._share, default=None)
 
     def _share(self, part: int) -> tuple[float, int]:
         share = 1.0

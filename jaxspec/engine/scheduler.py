@@ -25,7 +25,7 @@ from jaxspec.engine.preemption import RowSwap, SavedRow
 from jaxspec.engine.prefix_cache.planner import PrefixPlanner
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Completion, Request, Update, num_positions
-from jaxspec.engine.slots import Slots, SlotsPart
+from jaxspec.engine.slots import Progress, Slots, SlotsPart
 from jaxspec.runtime.prefill import PrefillPlanner, make_chunk, on_cpu
 
 CALLS_AHEAD = 2
@@ -97,19 +97,20 @@ class Scheduler:
         Args:
           max_steps: decode steps of the next call at most.
         """
-        events = self._collect() if self._is_busy else []
+        progress = self._collect() if self._is_busy else []
         spec = self.runtime.spec
         self.slots.call_tokens = self._within_pause(max_steps) * (spec.depth + 1)
         self.slots.headroom = CALLS_AHEAD * self.slots.call_tokens + spec.step_tokens
         self._release()
         self._return_preempted()
-        events += self._start_rows()
+        progress += self._start_rows()
         self._admit()
         if self._should_prefill(max_steps):
             self._prefill()
         elif self.running:
             self._decode(max_steps)
-        return events
+        # The device works by now.
+        return [event for of_row in progress for event in of_row.events()]
 
     def cancel(self, id: Hashable) -> Completion | None:
         """Free the slot of a request, and return its completion; None if there is no such request."""
@@ -193,15 +194,15 @@ class Scheduler:
     @property
     def _ready(self) -> list[int]:
         """Slots whose prompts are prefilled and that do not decode yet, in the order of admission."""
-        running, prefilled = {*self.running}, {*self.slots.prefilled}
-        numbers = {slot: row.number for slot, row in enumerate(self.slots.rows) if row is not None}
-        return sorted(prefilled - running, key=lambda slot: numbers[slot])
+        running = {*self.running}
+        ready = (slot for slot in self.slots.prefilled if slot not in running)
+        return sorted(ready, key=self._number_of)
 
-    def _start_rows(self) -> list[Update]:
+    def _start_rows(self) -> list[Progress]:
         """Let rows decode whose prompts are prefilled, in place of those that have ended.
 
         Returns:
-          Their first tokens. Sent when they were prefilled, they would be followed by a pause.
+          These rows. Their first tokens, sent when they were prefilled, would be followed by a pause.
         """
         prefilled = {*self.slots.prefilled}
         self.running = [slot for slot in self.running if slot in prefilled]
@@ -212,8 +213,7 @@ class Scheduler:
                 left[part] -= 1
                 started.append(slot)
         self.running += started
-        rows = [row for slot in started if (row := self.slots.rows[slot]) is not None]
-        return [update for row in rows for update in row.updates()]
+        return [Progress(row) for slot in started if (row := self.slots.rows[slot]) is not None]
 
     @property
     def _num_running(self) -> list[int]:
@@ -267,10 +267,11 @@ class Scheduler:
         slots, full = self.slots, set[int]()
         for saved in list(self.preempted):
             request, part = saved.row.request, saved.part
+            if part in full:
+                continue
             free = self.runtime.shapes.by_part(slots.free)[part]
             if not free or not slots.num_fitting([request], len(saved.row.tokens), part):
                 full.add(part)
-            if part in full:
                 continue
             slot = free[0]
             self.preempted = [other for other in self.preempted if other is not saved]
@@ -305,13 +306,12 @@ class Scheduler:
         slots, pages, spec = self.slots, self.slots.pages, self.runtime.spec
         if pages is None:
             return
+        more = max_steps * (spec.depth + 1) + spec.step_tokens
         for slot in sorted(self.running, key=self._number_of):
             if (row := slots.rows[slot]) is None:  # it was preempted for an older one
                 continue
-            length = len(row.request.prompt_ids) + len(row.tokens)
-            positions = length + max_steps * (spec.depth + 1) + spec.step_tokens
             pool, number = pages.of(slot)
-            positions = min(positions, pool.ends[number])
+            positions = min(row.length + more, pool.ends[number])
             if positions <= pool.positions[number]:
                 continue
             while slots.rows[slot] is row and not self._make_room(
@@ -361,8 +361,8 @@ class Scheduler:
                 new[free[part].pop(0)] = request
             if not new:  # the first one may still have room in another part
                 free[full] = []
-        ids = {request.id for request in new.values()}
-        self.waiting = deque(request for request in self.waiting if request.id not in ids)
+        if ids := {request.id for request in new.values()}:
+            self.waiting = deque(request for request in self.waiting if request.id not in ids)
         return new
 
     def _parts_of_waiting(self, space: FreeSpace) -> list[tuple[Request, int]]:
@@ -421,7 +421,7 @@ class Scheduler:
         chunk = slots.with_masks(chunk, ended)
         request = slots.output_request(0)
         call = self.runtime.bind_prefill(slots.state, chunk, request, slots.tables)
-        slots.launch(self.executor, request.sizes, call)
+        slots.launch(self.executor, request, call)
 
     def _decode(self, max_steps: int) -> None:
         """Launch some decode steps. They end early when rows end whose slots are needed."""
@@ -458,7 +458,7 @@ class Scheduler:
             slots.tables,
             None if costs is None else np.asarray(costs, np.float32),
         )
-        slots.launch(self.executor, request.sizes, call, length)
+        slots.launch(self.executor, request, call, length)
 
     def _within_pause(self, max_steps: int) -> int:
         """Return the steps of a decode call that running rows may wait for, with a pass before it."""
@@ -482,8 +482,8 @@ class Scheduler:
             return None
         return row_subset.fill(self.running, rows, self.slots.count, parts)
 
-    def _collect(self) -> list[Update | Completion]:
-        """Wait for the running call, and return its events."""
+    def _collect(self) -> list[Progress]:
+        """Wait for the running call, and return the rows that it brought on."""
         slots = self.slots
         taken_s = slots.wait()  # after an interrupt, `step` or `close` waits again
         self._is_busy = False

@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,11 +32,14 @@ from jaxspec.engine.request import (
 )
 from jaxspec.runtime.prefill import PromptImage
 from jaxspec.runtime.runtime import NewRows, Runtime, StepResult
-from jaxspec.runtime.step_output import OutputRequest, OutputSizes, StepOutput
+from jaxspec.runtime.step_output import OutputRequest, StepOutput
 from jaxspec.sampling import Logprobs
 from jaxspec.state import NO_GUIDE, DecodeState, PrefillChunk
 from jaxspec.text.grammars.guides import Guide
 from jaxspec.text.grammars.matcher import ALL
+
+SOME_TIMES = 8
+"""One of so many times of a forecast tells in most calls that no request has room."""
 
 LaunchResult = tuple[DecodeState, StepOutput, float]
 """Result of a launched call: the next state, its output, and the seconds that the call took."""
@@ -64,6 +67,11 @@ class Row:
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     verify_lengths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and its reply so far."""
+        return len(self.request.prompt_ids) + len(self.tokens)
 
     def update(self, output: StepOutput, slot: int, verify_length: int) -> None:
         """Add the output of the row's slot.
@@ -133,6 +141,26 @@ class Row:
         return fields
 
 
+class Progress(NamedTuple):
+    """Progress of a row in a call, from which its events are made.
+
+    Attributes:
+      reason: for its end; None if it goes on.
+      error: the exception that its `stop_at` raised.
+    """
+
+    row: Row
+    reason: Reason | None = None
+    error: Exception | None = None
+
+    def events(self) -> list[Update | Completion]:
+        """Return the row's update if it has new tokens, and its completion if it has ended."""
+        events: list[Update | Completion] = [*self.row.updates()]
+        if self.reason is not None:
+            events.append(self.row.as_completion(self.reason, self.error))
+        return events
+
+
 class Slots:
     """A decode state, and the request of each of its rows.
 
@@ -159,6 +187,7 @@ class Slots:
         self._launched: Future[LaunchResult] | LaunchResult | None = None
         self._output: StepOutput | None = None
         self._launched_slots: list[int] = []  # prefilled ones at the launch
+        self._known = np.zeros((count, 2), np.int32)  # tokens and steps of rows at the launch
         self._verify_length = 0  # of each step of the launched call
         self._state: DecodeState | None = None
 
@@ -201,13 +230,11 @@ class Slots:
     @property
     def new_acceptance_lengths(self) -> list[np.ndarray]:
         """Tokens that each new step committed, by row; `collect` adds them to the rows."""
-        output, lengths = self._output, []
+        output = self._output
         assert output is not None
-        for slot in self._launched_slots:
-            if (row := self.rows[slot]) is not None:
-                count = int(output.num_steps[slot]) - len(row.acceptance_lengths)
-                lengths.append(np.asarray(output.acceptance_lengths[slot, :count]))
-        return lengths
+        counts = (output.num_steps - self._known[:, 1]).tolist()
+        slots = [slot for slot in self._launched_slots if self.rows[slot] is not None]
+        return [output.acceptance_lengths[slot, : counts[slot]] for slot in slots]
 
     def images_of(self, request: Request) -> list[PromptImage]:
         """Return the images of a request for `PrefillPlanner.add`."""
@@ -257,9 +284,8 @@ class Slots:
         """
         if self.pages is None or not requests:
             return len(requests)
-        pool, each = self.pages.pools[part], self.count // self.parts
-        of_new = [(r, new_tokens, self.first_positions(r, new_tokens)) for r in requests]
-        left, (*_, first) = pool.num_without_rows, of_new[0]
+        pool, each, spec = self.pages.pools[part], self.count // self.parts, self.runtime.spec
+        left, first = pool.num_without_rows, self.first_positions(requests[0], new_tokens)
         if any(pages > left[slots] for slots, pages in pool.pages(first).items()):
             return 0  # while memory is full, before each call
         rows = {
@@ -267,16 +293,22 @@ class Slots:
             for number, row in enumerate(self.rows[part * each : (part + 1) * each])
             if row is not None and pool.positions[number]
         }
-        of_rows = [(r.request, len(r.tokens), pool.positions[n]) for n, r in rows.items()]
-        of_all, got, now = zip(*of_rows, *of_new, strict=True)
-        got, now = np.array(got), np.array(now)
+        of_all = [*(row.request for row in rows.values()), *requests]
+        got = np.array([*(len(row.tokens) for row in rows.values()), *[new_tokens] * len(requests)])
+        prompts = np.array([len(request.prompt_ids) for request in of_all])
         limits = np.array([request.max_new_tokens for request in of_all])
-        lengths = np.array([len(request.prompt_ids) for request in of_all]) + got
-        times, alive = self.forecast(limits, got)
-        ends = np.array([num_positions(self.runtime.spec, request) for request in of_all])
-        tokens = lengths + times[:, None] + self.call_tokens
-        positions = np.maximum(now, np.minimum(tokens + self.runtime.spec.step_tokens, ends))
-        return pool.num_fitting(positions, alive, list(rows))
+        of_new = (num_positions(spec, request) for request in requests)
+        ends = np.array([*(pool.ends[number] for number in rows), *of_new])
+        now = np.minimum(ends, prompts + got + self.headroom)  # the first positions of new rows
+        now[: len(rows)] = [pool.positions[number] for number in rows]
+        fitting = 0
+        for every in (SOME_TIMES, 1):
+            times, alive = self.forecast(limits, got, every)
+            tokens = prompts + got + times[:, None] + self.call_tokens
+            positions = np.maximum(now, np.minimum(tokens + spec.step_tokens, ends))
+            if not (fitting := pool.num_fitting(positions, alive, list(rows))):
+                break
+        return fitting
 
     @property
     def spoiled(self) -> np.ndarray:
@@ -318,22 +350,28 @@ class Slots:
           new: by slot.
           guides: numbers of the guides of requests with grammars, by slot.
         """
-        empty = Request((), 0)
-        requests = [new.get(slot, empty) for slot in range(self.count)]
-        stop_ids = np.full((self.count, self.num_stop_ids), -1, np.int32)
-        seeds = np.zeros((self.count, 2), np.uint32)
-        for slot, request in new.items():
+        slots, requests = [*new], [*new.values()]
+        stop_ids = np.full((len(new), self.num_stop_ids), -1, np.int32)
+        for row, request in enumerate(requests):
             unique = sorted(request.all_stop_ids)
-            stop_ids[slot, : len(unique)] = unique
-            seeds[slot] = request.seed, request.sample or 0
-        return self.runtime.admission(
-            [slot if slot in new else self.count for slot in range(self.count)],
+            stop_ids[row, : len(unique)] = unique
+        of_new = self.runtime.admission(
+            slots,
             [request.max_new_tokens for request in requests],
             stop_ids,
             [request.sampling for request in requests],
-            seeds,
-            [guides.get(slot, NO_GUIDE) for slot in range(self.count)] if guides else None,
+            np.array([(r.seed, r.sample or 0) for r in requests], np.uint32).reshape(-1, 2),
+            [guides.get(slot, NO_GUIDE) for slot in slots] if guides else None,
         )
+
+        def spread(values: np.ndarray) -> np.ndarray:
+            of_all = np.zeros((self.count, *values.shape[1:]), values.dtype)
+            of_all[slots] = values
+            return of_all
+
+        of_all = jax.tree.map(spread, of_new)
+        is_new = np.isin(np.arange(self.count), slots)
+        return of_all._replace(slots=np.where(is_new, of_all.slots, self.count).astype(np.int32))
 
     def with_masks(self, chunk: PrefillChunk, ended: Sequence[int]) -> PrefillChunk:
         """Return a pass with the masks of first tokens, if any grammar restricts one.
@@ -367,15 +405,15 @@ class Slots:
         Args:
           steps: decode steps of the program at most; 0: a prefill pass.
         """
-        known = [
-            (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
-        ]
-        return self.runtime.output_request(steps, np.array(known, np.int32))
+        tokens = [len(row.tokens) if row else 0 for row in self.rows]
+        taken = [len(row.acceptance_lengths) if row else 0 for row in self.rows]
+        known = np.stack([np.array(tokens, np.int32), np.array(taken, np.int32)], axis=1)
+        return self.runtime.output_request(steps, known)
 
     def launch(
         self,
         executor: Executor | None,
-        sizes: OutputSizes,
+        request: OutputRequest,
         call: Callable[[DecodeState], StepResult],
         verify_length: int = 0,
     ) -> None:
@@ -384,7 +422,7 @@ class Slots:
         Args:
           executor: waits for the device; None: this method does. XLA's loops keep the thread busy
             that starts them, so only another thread leaves the caller free.
-          sizes: of the call's output.
+          request: for the call's output.
           verify_length: drafts that each step of the call verifies.
         """
         before, self._state = self.state, None
@@ -396,9 +434,10 @@ class Slots:
             begin = time.perf_counter()
             state, packed = call(before)
             assert packed is not None
-            return state, StepOutput.fetch(packed, sizes), time.perf_counter() - begin
+            return state, StepOutput.fetch(packed, request.sizes), time.perf_counter() - begin
 
         self._launched_slots, self._verify_length = self.prefilled, verify_length
+        self._known = request.known
         if executor is None:
             self._launched = run()
             return
@@ -414,18 +453,23 @@ class Slots:
         self._launched = None
         return taken_s
 
-    def collect(self, running: Container[int]) -> list[Update | Completion]:
-        """Return the events of the call that `wait` waited for, and free the slots of rows that are done.
+    def collect(self, running: Collection[int]) -> list[Progress]:
+        """Take over the output of the call that `wait` waited for, and free the slots of rows that are done.
 
         Args:
           running: slots that decode. The others keep their first tokens to themselves until they do.
+
+        Returns:
+          The rows with new tokens for their callers. Their events may be made later.
         """
         assert self._output is not None
-        output = self._output
+        output, running = self._output, {*running}
         self._non_finite = np.array(output.non_finite)
-        events: list[Update | Completion] = []
+        has_more = (output.num_tokens > self._known[:, 0]) | (output.num_steps > self._known[:, 1])
+        has_news = (has_more | ~output.active).tolist()
+        progress: list[Progress] = []
         for slot in self._launched_slots:
-            if (row := self.rows[slot]) is None:  # cancelled since
+            if not has_news[slot] or (row := self.rows[slot]) is None:  # cancelled since
                 continue
             before = len(row.tokens)
             row.update(output, slot, self._verify_length)
@@ -442,17 +486,16 @@ class Slots:
                 if keep is not None:
                     reason = "stop"
                     del row.tokens[keep:]
-            if slot in running or reason is not None:
-                events += row.updates()
+            if reason in ("stop", "length"):
+                self.forecast.learn(row.request.max_new_tokens, len(row.tokens))
             if reason is not None:
-                if reason in ("stop", "length"):
-                    self.forecast.learn(row.request.max_new_tokens, len(row.tokens))
-                events.append(row.as_completion(reason, error))
                 self.rows[slot] = None
+            if slot in running or reason is not None:
+                progress.append(Progress(row, reason, error))
         ended = np.array([row is None for row in self.rows])
         if (ended & output.active).any():  # still active on the device
             self.state = self.runtime.retire(self.state, ended)
-        return events
+        return progress
 
 
 @dataclasses.dataclass

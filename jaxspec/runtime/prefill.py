@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -396,7 +397,8 @@ def make_chunk(
         is_last[row] = begin + len(piece) == len(prompt)
         of_rows[row] = images.get(slot, ())
     in_chunk = _image_tokens(of_rows, start, count, width, two_way)
-    return PrefillChunk(*jax.device_put([of, tokens, start, count, is_last]), images=in_chunk)
+    arrays: Any = of, tokens, start, count, is_last  # the call places them with its other inputs
+    return PrefillChunk(*arrays, images=in_chunk)
 
 
 def _image_tokens(

@@ -413,7 +413,6 @@ class Runtime:
         if self.spec.program_features.grammars and chunk.masks is None:
             words = words_of(self.spec.target.config.vocab_size)
             chunk = dataclasses.replace(chunk, masks=np.full((len(chunk.tokens), words), ALL))
-        chunk = self.place(chunk)
         return self._bind("prefill", state, output, chunk, tables=tables)
 
     @property

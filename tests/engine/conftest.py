@@ -16,12 +16,12 @@ def tight_everywhere(tight: None) -> None:
     """Apply `tight` without being asked for."""
 
 
-def at_once(self: LengthForecast, limits: np.ndarray, tokens: np.ndarray) -> Any:
+def at_once(self: LengthForecast, limits: np.ndarray, tokens: np.ndarray, every: int = 1) -> Any:
     """Expect all rows to end at once."""
     return np.zeros(1, int), np.ones((1, len(limits)))
 
 
-def at_limits(self: LengthForecast, limits: np.ndarray, tokens: np.ndarray) -> Any:
+def at_limits(self: LengthForecast, limits: np.ndarray, tokens: np.ndarray, every: int = 1) -> Any:
     """Expect all rows to get as much as they may."""
     times = np.arange(int((limits - tokens).max(initial=0)) + 1)
     return times, (times[:, None] <= limits - tokens).astype(float)

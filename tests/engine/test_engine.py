@@ -457,6 +457,25 @@ def test_an_interrupted_step_can_be_taken_again(engine, monkeypatch):
     assert [done[name].token_ids for name in names] == [d.token_ids for d in expected]
 
 
+def test_events_are_made_while_the_device_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It idled between two calls for as long as the host made tuples of all tokens."""
+    made, order = case(NAME).engine("mixed", batch_size=2), list[str]()
+
+    def noted(name: str, real: Any) -> Any:
+        return lambda *args: (order.append(name), real(*args))[1]
+
+    for owner, name in ((slots.Slots, "launch"), (slots.Row, "updates")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    for asked in requests()[:2]:
+        made.add(asked)
+    while not made.is_idle:
+        order.clear()
+        made.step()
+        assert order.count("launch") == (not made.is_idle)
+        assert "launch" not in order[1:]
+    assert order == ["updates"] * len(order)
+
+
 def test_what_ended_is_told_after_a_step_that_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
