@@ -18,6 +18,8 @@ HISTORY = 64
 """Ended requests that are remembered of each kind."""
 NUM_TIMES = 48
 """Times of a forecast at most."""
+MOST_DIGITS = 64
+"""Binary digits of a limit at most."""
 
 
 class LengthForecast:
@@ -59,11 +61,13 @@ class LengthForecast:
           Numbers of more tokens, from 0 until all rows have ended, and the chance of each row then.
         """
         limits, got = np.maximum(max_new_tokens, 1), num_tokens
-        digits, kinds = np.unique(np.frexp(limits)[1], return_inverse=True)
-        shares = [np.sort(np.array(self._shares.get(kind, ()))) for kind in digits.tolist()]
+        kinds = np.frexp(limits)[1]
+        shares = {kind: np.sort(of_kind) for kind, of_kind in sorted(self._shares.items())}
         # Shares are at most 1. So those of all kinds are in order, 2 apart.
-        of_all = np.concatenate([of_kind + 2 * kind for kind, of_kind in enumerate(shares)])
-        known = np.array([len(of_kind) for of_kind in shares])
+        of_all = np.concatenate([[], *(2 * kind + of_kind for kind, of_kind in shares.items())])
+        known, longest = np.zeros(MOST_DIGITS, int), np.zeros(MOST_DIGITS)
+        for kind, of_kind in shares.items():
+            known[kind], longest[kind] = len(of_kind), of_kind[-1]
         up_to = known.cumsum()[kinds]
 
         def num_longer(share: np.ndarray) -> np.ndarray:
@@ -72,10 +76,9 @@ class LengthForecast:
             return up_to - np.searchsorted(of_all, at, "right")
 
         counts = num_longer(got / limits)
-        longest = np.array([of_kind.max(initial=0.0) for of_kind in shares])[kinds]
         again = np.maximum(2 * got, np.where(known[kinds] > 0, 0, FIRST_TOKENS))
-        longest = np.ceil(longest * limits).astype(int)
-        ends = np.where(counts > 0, longest, np.minimum(limits, again))
+        as_longest = np.ceil(longest[kinds] * limits).astype(int)
+        ends = np.where(counts > 0, as_longest, np.minimum(limits, again))
         last = max(int((ends - got).max(initial=0)), 0)
         times = np.unique(np.linspace(0, last, NUM_TIMES).astype(int))[::every]
         left = num_longer((got + times[:, None]) / limits)

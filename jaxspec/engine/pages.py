@@ -85,7 +85,7 @@ class PagePool:
         self.tables: HostTables = {
             slots: np.full((rows, pages_for(slots)), NO_PAGE, np.int32) for slots in counts
         }
-        self.positions, self.ends = [0] * rows, [0] * rows
+        self.positions, self.ends = np.zeros(rows, int), np.zeros(rows, int)
         self._holders = {slots: np.zeros(count, np.int32) for slots, count in counts.items()}
         self._of_rows = {slots: np.zeros(count, np.int32) for slots, count in counts.items()}
         # The last one is taken first.
@@ -133,21 +133,20 @@ class PagePool:
           alive: the chance that it is. None: all are.
           running: numbers of the rows that have pages.
         """
-        num_new = positions.shape[1] - len(running)
-        left = self.num_without_rows
+        old, num_new = len(running), positions.shape[1] - len(running)
+        left, rows = self.num_without_rows, np.array(running, int)
         chance = np.ones(positions.shape) if alive is None else alive
-        old = slice(0, len(running))
         fits = np.ones(num_new, bool)
         for slots, table in self.tables.items():
             pages = -(-np.minimum(positions, slots) // cache.PAGE)
-            needed = chance * pages
-            of_running = table[list(running)]
-            has = (of_running != NO_PAGE).sum(1)
+            has = -(-np.minimum(self.positions[rows], slots) // cache.PAGE)
             # Pages that other rows have too stay when the row ends.
-            own = ((self._of_rows[slots][of_running] == 1) & (of_running != NO_PAGE)).sum(1)
-            needed[:, old] += (chance[:, old] - 1) * own - chance[:, old] * has
-            total = needed[:, old].sum(1, keepdims=True) + needed[:, len(running) :].cumsum(1)
-            reserve = (self.counts[slots] - 1) // RESERVE if running else 0
+            shared = (self._of_rows[slots] > 1)[table[rows]].sum(1)
+            own = has - shared
+            pages[:, :old] -= shared
+            needed = chance * pages
+            total = needed[:, :old].sum(1, keepdims=True) + needed[:, old:].cumsum(1) - own.sum()
+            reserve = (self.counts[slots] - 1) // RESERVE if old else 0
             fits &= total.max(0) <= left[slots] - reserve + 1e-6
         return num_new if fits.all() else int(fits.argmin())
 
@@ -175,12 +174,12 @@ class PagePool:
 
     def missing(self, row: int, positions: int) -> dict[int, int]:
         """Return how many pages more a row needs for so many positions, by the slots of a row."""
-        has = self.pages(self.positions[row])
+        has = self.pages(int(self.positions[row]))
         return {slots: max(0, n - has[slots]) for slots, n in self.pages(positions).items()}
 
     def grow(self, row: int, positions: int) -> None:
         """Give a row the pages that it misses for so many positions. As many must be free."""
-        has = self.pages(self.positions[row])
+        has = self.pages(int(self.positions[row]))
         for slots, count in self.missing(row, positions).items():
             for place in range(has[slots], has[slots] + count):
                 self._put(slots, row, place, self._free[slots].pop())

@@ -99,7 +99,7 @@ class RowSwap:
                 pages_from_host(part, size, batch, copy)
         row = _of_row(part, slot)
         slots.state = self._run(lower_row, slots, saved.small, row, donate=True)
-        slots.rows[slot] = saved.row
+        slots.put(slot, saved.row)
 
     def warm_up(self, slots: Slots) -> None:
         """Compile all programs. All rows must be free."""

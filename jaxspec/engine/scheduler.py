@@ -306,14 +306,12 @@ class Scheduler:
         slots, pages, spec = self.slots, self.slots.pages, self.runtime.spec
         if pages is None:
             return
-        more = max_steps * (spec.depth + 1) + spec.step_tokens
-        for slot in sorted(self.running, key=self._number_of):
+        has, needed = (x.tolist() for x in slots.positions_after(max_steps * (spec.depth + 1)))
+        growing = [slot for slot in self.running if needed[slot] > has[slot]]
+        for slot in sorted(growing, key=self._number_of):
             if (row := slots.rows[slot]) is None:  # it was preempted for an older one
                 continue
-            pool, number = pages.of(slot)
-            positions = min(row.length + more, pool.ends[number])
-            if positions <= pool.positions[number]:
-                continue
+            (pool, number), positions = pages.of(slot), needed[slot]
             while slots.rows[slot] is row and not self._make_room(
                 slot, pool.missing(number, positions)
             ):

@@ -68,19 +68,16 @@ class Row:
     verify_lengths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
 
-    @property
-    def length(self) -> int:
-        """Tokens of its prompt and its reply so far."""
-        return len(self.request.prompt_ids) + len(self.tokens)
-
-    def update(self, output: StepOutput, slot: int, verify_length: int) -> None:
+    def update(
+        self, output: StepOutput, slot: int, new: int, steps: int, verify_length: int
+    ) -> None:
         """Add the output of the row's slot.
 
         Args:
+          new: tokens.
+          steps: new ones.
           verify_length: drafts that each new step verified, if steps do not choose them.
         """
-        new = int(output.num_tokens[slot]) - len(self.tokens)
-        steps = int(output.num_steps[slot]) - len(self.acceptance_lengths)
         assert new <= output.tokens.shape[1]
         assert steps <= output.acceptance_lengths.shape[1]
         self.tokens += output.tokens[slot, :new].tolist()
@@ -169,6 +166,7 @@ class Slots:
       parts: of the rows, on a mesh that splits them. Each has as many as the others.
       pages: of the rows; None where each row has one page.
       rows: by slot; None where the slot is free.
+      got: tokens and steps that each row has so far, [R, 2].
       headroom: positions beyond its prompt for which a row gets pages at first.
       call_tokens: that a row can get in the next decode call.
       forecast: of the tokens that requests get.
@@ -180,6 +178,8 @@ class Slots:
         self.parts = runtime.shapes.parts
         self.pages = Pages(count, runtime.page_counts, self.parts) if runtime.paging else None
         self.rows: list[Row | None] = [None] * count
+        self.got = np.zeros((count, 2), np.int32)
+        self._max_new_tokens = np.zeros(count, int)
         self.headroom = self.call_tokens = 0
         self.forecast = LengthForecast()
         self._num_admitted = 0
@@ -218,6 +218,11 @@ class Slots:
         return SlotsPart(self, slot // (self.count // self.parts))
 
     @property
+    def is_taken(self) -> np.ndarray:
+        """Slots that have a request, [R]."""
+        return np.array([row is not None for row in self.rows])
+
+    @property
     def free(self) -> list[int]:
         """Slots without a request."""
         return [slot for slot, row in enumerate(self.rows) if row is None]
@@ -230,11 +235,16 @@ class Slots:
     @property
     def new_acceptance_lengths(self) -> list[np.ndarray]:
         """Tokens that each new step committed, by row; `collect` adds them to the rows."""
-        output = self._output
-        assert output is not None
-        counts = (output.num_steps - self._known[:, 1]).tolist()
+        assert self._output is not None
+        lengths, counts = self._output.acceptance_lengths, self._new_steps.tolist()
         slots = [slot for slot in self._launched_slots if self.rows[slot] is not None]
-        return [output.acceptance_lengths[slot, : counts[slot]] for slot in slots]
+        return [lengths[slot, : counts[slot]] for slot in slots]
+
+    @property
+    def _new_steps(self) -> np.ndarray:
+        """Steps of each row in the newest call, [R]."""
+        assert self._output is not None
+        return self._output.num_steps - self._known[:, 1]
 
     def images_of(self, request: Request) -> list[PromptImage]:
         """Return the images of a request for `PrefillPlanner.add`."""
@@ -253,11 +263,17 @@ class Slots:
         guides: dict[int, int] = {}
         for slot, request in new.items():
             guide = None if request.grammar is None else Guide(request.grammar)
-            self.rows[slot] = Row(request, self._num_admitted, guide)
+            self.put(slot, Row(request, self._num_admitted, guide))
             self._num_admitted += 1
             if guide is not None:
                 guides[slot] = guide.number
         self.state = self.runtime.admit(self.state, self._new_rows(new, guides))
+
+    def put(self, slot: int, row: Row) -> None:
+        """Give a slot to a row."""
+        self.rows[slot] = row
+        self.got[slot] = len(row.tokens), len(row.acceptance_lengths)
+        self._max_new_tokens[slot] = row.request.max_new_tokens
 
     def take_pages(self, slot: int, request: Request) -> None:
         """Give a row its first pages."""
@@ -288,32 +304,43 @@ class Slots:
         left, first = pool.num_without_rows, self.first_positions(requests[0], new_tokens)
         if any(pages > left[slots] for slots, pages in pool.pages(first).items()):
             return 0  # while memory is full, before each call
-        rows = {
-            number: row
-            for number, row in enumerate(self.rows[part * each : (part + 1) * each])
-            if row is not None and pool.positions[number]
-        }
-        of_all = [*(row.request for row in rows.values()), *requests]
-        got = np.array([*(len(row.tokens) for row in rows.values()), *[new_tokens] * len(requests)])
-        prompts = np.array([len(request.prompt_ids) for request in of_all])
-        limits = np.array([request.max_new_tokens for request in of_all])
-        of_new = (num_positions(spec, request) for request in requests)
-        ends = np.array([*(pool.ends[number] for number in rows), *of_new])
-        now = np.minimum(ends, prompts + got + self.headroom)  # the first positions of new rows
-        now[: len(rows)] = [pool.positions[number] for number in rows]
+        in_part = slice(part * each, (part + 1) * each)
+        rows = np.flatnonzero(self.is_taken[in_part] & (pool.positions > 0))
+        got = np.append(self.got[in_part, 0][rows], [new_tokens] * len(requests))
+        limits = np.append(
+            self._max_new_tokens[in_part][rows], [request.max_new_tokens for request in requests]
+        )
+        ends = np.append(pool.ends[rows], [num_positions(spec, request) for request in requests])
+        lengths = ends - spec.step_tokens - limits + got
+        now = np.minimum(ends, lengths + self.headroom)  # the first positions of new rows
+        now[: len(rows)] = pool.positions[rows]
         fitting = 0
         for every in (SOME_TIMES, 1):
             times, alive = self.forecast(limits, got, every)
-            tokens = prompts + got + times[:, None] + self.call_tokens
+            tokens = lengths + times[:, None] + self.call_tokens
             positions = np.maximum(now, np.minimum(tokens + spec.step_tokens, ends))
-            if not (fitting := pool.num_fitting(positions, alive, list(rows))):
+            if not (fitting := pool.num_fitting(positions, alive, rows.tolist())):
                 break
         return fitting
+
+    def positions_after(self, new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions for which each row has pages, and those that it needs for so many more tokens.
+
+        Returns:
+          Both of shape [R].
+        """
+        assert self.pages is not None
+        has, ends = (
+            np.concatenate([getattr(pool, name) for pool in self.pages.pools])
+            for name in ("positions", "ends")
+        )
+        begin = ends - self._max_new_tokens + self.got[:, 0]
+        return has, np.minimum(begin + new_tokens, ends)
 
     @property
     def spoiled(self) -> np.ndarray:
         """Rows without a request that hold numbers which are not finite, [R]."""
-        return self._non_finite & np.array([row is None for row in self.rows])
+        return self._non_finite & ~self.is_taken
 
     def release(self) -> None:
         """Free the pages of rows without a request, after what is not finite was cleared.
@@ -328,9 +355,11 @@ class Slots:
             self.state = self.runtime.clear(self.state, spoiled, tables)
             self._non_finite &= ~spoiled
         if self.pages is not None:
-            for slot in self.free:
-                pool, row = self.pages.of(slot)
-                pool.release(row)
+            for pool, is_taken in zip(
+                self.pages.pools, self.is_taken.reshape(self.parts, -1), strict=True
+            ):
+                for row in np.flatnonzero((pool.positions > 0) & ~is_taken).tolist():
+                    pool.release(row)
 
     def restart(self) -> bool:
         """Free all rows, and return whether what their caches hold is still there."""
@@ -405,10 +434,7 @@ class Slots:
         Args:
           steps: decode steps of the program at most; 0: a prefill pass.
         """
-        tokens = [len(row.tokens) if row else 0 for row in self.rows]
-        taken = [len(row.acceptance_lengths) if row else 0 for row in self.rows]
-        known = np.stack([np.array(tokens, np.int32), np.array(taken, np.int32)], axis=1)
-        return self.runtime.output_request(steps, known)
+        return self.runtime.output_request(steps, self.got * self.is_taken[:, None])
 
     def launch(
         self,
@@ -465,20 +491,21 @@ class Slots:
         assert self._output is not None
         output, running = self._output, {*running}
         self._non_finite = np.array(output.non_finite)
-        has_more = (output.num_tokens > self._known[:, 0]) | (output.num_steps > self._known[:, 1])
-        has_news = (has_more | ~output.active).tolist()
+        new_tokens = (output.num_tokens - self._known[:, 0]).tolist()
+        new_steps, active = self._new_steps.tolist(), output.active.tolist()
         progress: list[Progress] = []
         for slot in self._launched_slots:
-            if not has_news[slot] or (row := self.rows[slot]) is None:  # cancelled since
+            new, steps, row = new_tokens[slot], new_steps[slot], self.rows[slot]
+            if row is None or (active[slot] and not new and not steps):  # cancelled, or as before
                 continue
-            before = len(row.tokens)
-            row.update(output, slot, self._verify_length)
+            row.update(output, slot, new, steps, self._verify_length)
+            self.got[slot] = len(row.tokens), len(row.acceptance_lengths)
             reason: Reason | None = None
-            if not output.active[slot]:
+            if not active[slot]:
                 reason = "error" if output.failed[slot] else "length"
                 reason = "stop" if output.stopped[slot] else reason
             error = None
-            if len(row.tokens) > before and row.request.stop_at is not None:
+            if new and row.request.stop_at is not None:
                 try:  # the user's function: an exception ends this request and no other
                     keep = num_kept_tokens(row.request.stop_at(tuple(row.tokens)))
                 except Exception as raised:
@@ -492,7 +519,7 @@ class Slots:
                 self.rows[slot] = None
             if slot in running or reason is not None:
                 progress.append(Progress(row, reason, error))
-        ended = np.array([row is None for row in self.rows])
+        ended = ~self.is_taken
         if (ended & output.active).any():  # still active on the device
             self.state = self.runtime.retire(self.state, ended)
         return progress

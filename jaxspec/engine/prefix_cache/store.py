@@ -331,7 +331,7 @@ class Store:
         """
         rings, own = self.copies.rings, self.pages.of_row(row)
         counts = {slots: len(numbers) for slots, numbers in own.items()}
-        sharing = sharing_of_keeping(counts, length, self.pages.ends[row])
+        sharing = sharing_of_keeping(counts, length, int(self.pages.ends[row]))
         pages: dict[int, list[Page]] = {}
         copied: dict[int, list[tuple[int, Page]]] = {}
         for slots, numbers in own.items():
