@@ -15,7 +15,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jaxspec.configs.gemma4 import Gemma4Config
@@ -160,8 +160,9 @@ def random_params(model_def: ModelDef, seed: int) -> Params:
             fan_in = math.prod(shape[:-1]) if name.endswith(".out") else shape[0]
         return rng.normal(0, fan_in**-0.5, shape)
 
+    # Cast on the host: `jnp.asarray` compiles a program for each shape.
     return {
-        name: jnp.asarray(draw(name, spec.shape), spec.dtype)
+        name: jax.device_put(draw(name, spec.shape).astype(np.float32).astype(spec.dtype))
         for name, spec in sorted(model_def.abstract_params().items())
     }
 

@@ -152,7 +152,10 @@ def restore_weights(
         # Arrays go through the host. Orbax commits the arrays that it places to their device, and
         # everything computed from them would be committed too.
         stored = zip(expected.values(), read_params(directory, list(expected)), strict=True)
-        yield from _joined(weights, (jnp.asarray(x.astype(a.dtype, copy=False)) for a, x in stored))
+        # `jnp.asarray` would compile a program for each shape.
+        yield from _joined(
+            weights, (jax.device_put(x.astype(a.dtype, copy=False)) for a, x in stored)
+        )
         return
     shardings = named_arrays(model_def.shardings(mesh))
     restore_args = {

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -288,7 +287,8 @@ class HFSource(WeightSource):
             if isinstance(array, QuantisedArray):
                 array, shardings = abstract[name].with_parts(array.parts), split
             if mesh is None:
-                yield name, jax.tree.map(jnp.asarray, array)
+                # `jnp.asarray` would compile a program for each shape.
+                yield name, jax.tree.map(jax.device_put, array)
             else:
                 yield name, jax.tree.map(place, array, shardings[name])
             del array

@@ -90,17 +90,21 @@ BLOCKS: dict[str, tuple[layout.Writer, Any]] = {
 }
 
 
+# One program in place of a dozen for each weight.
+dequantised = jax.jit(ModelDef.dequantise, static_argnums=0)
+
+
 def load(directory: Path, **options: Any) -> LoadedModel:
     return load_target(str(directory), dtype="float32", **options)
 
 
 def check_numbers(model: LoadedModel, numbers: dict[str, np.ndarray], rtol: float = 0) -> None:
     """Compare a loaded model with the numbers that its file stands for, weight by weight."""
-    expected = from_hf_names(numbers, model)
-    found = model.model_def.dequantise(model.params)
+    expected = jax.jit(lambda numbers: from_hf_names(numbers, model.config))(numbers)
+    found = dequantised(model.model_def, model.params)
     assert found.keys() == expected.keys()
     for name, array in expected.items():
-        scale = np.abs(array).max()
+        scale = np.abs(np.asarray(array)).max()
         np.testing.assert_allclose(found[name], array, rtol=0, atol=rtol * scale, err_msg=name)
 
 
@@ -407,7 +411,7 @@ def test_a_model_computes_with_the_codes_of_a_file_what_it_computes_with_their_n
 
     run = jax.jit(logits, static_argnums=0)
     found = run(model.model_def, model.params)
-    expected = run(model.model_def.unquantised(), model.model_def.dequantise(model.params))
+    expected = run(model.model_def.unquantised(), dequantised(model.model_def, model.params))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
 
 
