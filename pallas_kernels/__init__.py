@@ -13,8 +13,7 @@
 
 In each folder, `__init__.py` has the public function and its checks. `reference.py` has the same
 operation in plain JAX. Each kernel has a file named after its language: `triton.py`, or
-`mosaic_h512.py` for Mosaic at head dim 512. `tuning.py` has tile sizes. `cases.py` has shapes of
-real models, which tests and benchmarks share.
+`mosaic_h512.py` for Mosaic at head dim 512. `tuning.py` has tile sizes.
 
 `dispatch.py` chooses an implementation, for all of them. Nothing here may import `jaxspec`.
 """

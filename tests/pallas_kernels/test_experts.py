@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.experts import choose, experts, reference, router_logits
-from pallas_kernels.experts.cases import (
+from pallas_kernels.experts.launch import Tiling
+from pallas_kernels.experts.routing import Routed, num_tiles, route
+from pallas_kernels.experts.triton import Block
+from pallas_kernels.experts.tuning import TABLE, tiling_for
+from pallas_kernels.int4_matmul.triton import TileConfig
+from tests.cases import slow
+from tests.pallas_kernels.inputs import Random, as_float32, compiled, difference
+from tests.pallas_kernels.inputs.experts import (
     GEMMA4_26B_A4B,
     NARROW,
     ROUTINGS,
@@ -22,12 +29,6 @@ from pallas_kernels.experts.cases import (
     inputs,
     logits_for,
 )
-from pallas_kernels.experts.launch import Tiling
-from pallas_kernels.experts.routing import Routed, num_tiles, route
-from pallas_kernels.experts.triton import Block
-from pallas_kernels.experts.tuning import TABLE, tiling_for
-from pallas_kernels.int4_matmul.triton import TileConfig
-from tests.cases import slow
 
 # Blocks that cut NARROW and SMALL into several, with and without a rest.
 TILINGS = {
@@ -36,24 +37,24 @@ TILINGS = {
 }
 
 
+@functools.partial(compiled, static_argnames=("top_k", "rows"))
 def interpreted(*args: Any, top_k: int, rows: int = 16) -> jax.Array:
     kernel = dict(implementation="triton", tiling=TILINGS[rows], interpret=True)
     return experts(*args, top_k=top_k, **kernel)
 
 
+plain = compiled(reference, static_argnames="top_k")
+
+
 def check(shape: Shape, tokens: int, routing: str, dtype: str, rows: int) -> None:
     args = inputs(shape, tokens, jnp.dtype(dtype), routing)
     k = shape.top_k
-    exact = reference(*(a.astype(jnp.float32) for a in args), top_k=k)
-    ours, theirs = (
-        f.astype(jnp.float32)
-        for f in (interpreted(*args, top_k=k, rows=rows), reference(*args, top_k=k))
-    )
-    error = float(jnp.max(jnp.abs(ours - exact)))
+    exact = plain(*map(as_float32, args), top_k=k)
+    error = difference(interpreted(*args, top_k=k, rows=rows), exact)
     if dtype == "float32":  # what the reference sums, in another order
         assert error < 1e-5
     else:
-        assert error <= 2 * float(jnp.max(jnp.abs(theirs - exact)))
+        assert error <= 2 * difference(plain(*args, top_k=k), exact)
 
 
 # By default one size for each size of tiles.
@@ -70,11 +71,12 @@ def test_ragged_sizes_and_extreme_routing(routing: str, dtype: str) -> None:
     check(SMALL, 1, routing, dtype, 16)
 
 
-def check_routed(logits: jax.Array, scale: jax.Array, top_k: int, rows: int) -> Routed:
+def check_routed(logits: Any, scale: Any, top_k: int, rows: int) -> Routed:
     """Compare with `choose`: every pair is once in a tile of its expert, and no tile is needless."""
-    chosen, weights = jax.device_get(choose(logits, scale, top_k))
+    logits, scale = np.asarray(logits), np.asarray(scale, np.float32)
+    chosen, weights = jax.device_get(jax.jit(choose, static_argnums=2)(logits, scale, top_k))
     kernel = functools.partial(route, top_k=top_k, dtype=jnp.float32, rows=rows, interpret=True)
-    routed = jax.device_get(kernel(logits[None], scale))
+    routed = jax.device_get(jax.jit(kernel)(logits[None], scale))
     experts_ = logits.shape[1]
     assert routed.expert.size == routed.used.size == num_tiles(chosen.size, experts_, rows)
     held = np.arange(rows) < routed.used[:, None]
@@ -97,21 +99,23 @@ def check_routed(logits: jax.Array, scale: jax.Array, top_k: int, rows: int) -> 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_tiles_hold_every_pair_once(tokens: int, rows: int, routing: str) -> None:
     logits = logits_for(GEMMA4_26B_A4B, chosen_experts(GEMMA4_26B_A4B, tokens, routing))
-    check_routed(logits, jnp.linspace(0.5, 2, 128), 8, rows)
+    check_routed(logits, np.linspace(0.5, 2, 128), 8, rows)
 
 
 @pytest.mark.parametrize("tokens", [5, 20])
 def test_of_equal_experts_the_first_are_chosen(tokens: int) -> None:
     """Logits are rounded to bfloat16, so that experts often are equals; and far ones all have probability 0."""
-    logits = jnp.round(jax.random.normal(jax.random.key(0), (tokens, 24)))
-    logits = logits.at[1].set(0).at[2].set(0).at[2, 7].set(200)
-    check_routed(logits, jnp.ones(24), 3, 16)
+    logits = np.array(np.round(Random().normal(tokens, 24)))
+    logits[1:3] = 0
+    logits[2, 7] = 200
+    check_routed(logits, np.ones(24), 3, 16)
 
 
 @pytest.mark.parametrize("tokens", [5, 20])
 def test_a_token_of_nan_has_weights_of_nan_and_rows_of_its_own(tokens: int) -> None:
-    logits = jax.random.normal(jax.random.key(0), (tokens, 24)).at[1].set(jnp.nan)
-    weights = check_routed(logits, jnp.ones(24), 3, 16).weight.reshape(tokens, 3)
+    logits = np.array(Random().normal(tokens, 24))
+    logits[1] = np.nan
+    weights = check_routed(logits, np.ones(24), 3, 16).weight.reshape(tokens, 3)
     assert (np.isnan(weights).all(axis=1) == (np.arange(tokens) == 1)).all()
 
 
@@ -119,33 +123,40 @@ def test_tokens_do_not_see_each_other() -> None:
     """A token of NaN, whose row also fills tiles up, spoils its own result alone."""
     x, *others = inputs(SMALL, 5, jnp.dtype("float32"))
     clean = interpreted(x, *others, top_k=SMALL.top_k)
-    spoilt = interpreted(x.at[0].set(jnp.nan), *others, top_k=SMALL.top_k)
-    assert jnp.isnan(spoilt[0]).all()
-    assert (spoilt[1:] == clean[1:]).all()
+    spoilt = np.asarray(interpreted(with_nan(x, 0), *others, top_k=SMALL.top_k))
+    assert np.isnan(spoilt[0]).all()
+    assert (spoilt[1:] == np.asarray(clean)[1:]).all()
+
+
+def with_nan(x: jax.Array, where: Any) -> np.ndarray:
+    """Return a copy with NaN in some places."""
+    spoilt = np.array(x)
+    spoilt[where] = np.nan
+    return spoilt
 
 
 def test_experts_that_are_not_chosen_are_not_read() -> None:
     *router, gate_up, down = inputs(SMALL, 2, jnp.dtype("float32"))
     unused = np.setdiff1d(np.arange(SMALL.experts), chosen_experts(SMALL, 2, "random"))
     clean = interpreted(*router, gate_up, down, top_k=SMALL.top_k)
-    gate_up, down = gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan)
-    assert (interpreted(*router, gate_up, down, top_k=SMALL.top_k) == clean).all()
+    spoilt = with_nan(gate_up, unused), with_nan(down, unused)
+    assert difference(interpreted(*router, *spoilt, top_k=SMALL.top_k), clean) == 0
 
 
 @pytest.mark.parametrize(
     ("tokens", "parts"), [pytest.param(2, 2, marks=pytest.mark.slow), (17, 2), (513, 1)]
 )
 def test_parts_of_the_routers_product_add_up(tokens: int, parts: int) -> None:
-    both = jax.random.normal(jax.random.key(0), (tokens + SMALL.experts, 512), jnp.bfloat16)
-    rows, weight = both[:tokens], both[tokens:].T
-    logits = router_logits(rows, weight)
+    random = Random()
+    rows = random.normal(tokens, 512, dtype=jnp.bfloat16)
+    weight = random.normal(512, SMALL.experts, dtype=jnp.bfloat16)
+    logits = jax.jit(router_logits)(rows, weight)
     assert logits.shape == (parts, tokens, SMALL.experts)
-    whole = rows.astype(jnp.float32) @ weight.astype(jnp.float32)
-    np.testing.assert_allclose(jnp.sum(logits, axis=0), whole, rtol=1e-5, atol=1e-4)
+    whole = as_float32(rows) @ as_float32(weight)
+    np.testing.assert_allclose(np.sum(logits, axis=0), whole, rtol=1e-5, atol=1e-4)
     x, _, *others = inputs(SMALL, tokens, jnp.dtype("bfloat16"))
     ours, theirs = (
-        f(x, logits, *others, top_k=SMALL.top_k).astype(jnp.float32)
-        for f in (interpreted, reference)
+        as_float32(f(x, logits, *others, top_k=SMALL.top_k)) for f in (interpreted, plain)
     )
     np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02)  # a few steps of bfloat16
 
@@ -227,23 +238,23 @@ def test_a_choice_that_cannot_run_is_refused() -> None:
 def test_padding_chooses_no_expert(tokens: int) -> None:
     """Real tokens get the same bits as without it, whatever the padding holds, and padding gets 0."""
     x, logits, *others = inputs(SMALL, tokens, jnp.dtype("float32"))
-    real = jnp.arange(tokens) % 3 > 0
-    for run in (interpreted, reference):
-        clean = run(x, logits, *others, top_k=SMALL.top_k)
-        spoilt = x.at[~real].set(jnp.nan), logits.at[:, ~real].set(jnp.nan)
-        found = run(*spoilt, *others, real, top_k=SMALL.top_k)
+    real = np.arange(tokens) % 3 > 0
+    for run in (interpreted, plain):
+        clean = np.asarray(run(x, logits, *others, top_k=SMALL.top_k))
+        spoilt = with_nan(x, ~real), with_nan(logits, (0, ~real))
+        found = np.asarray(run(*spoilt, *others, real, top_k=SMALL.top_k))
         assert (found[real] == clean[real]).all()
         assert (found[~real] == 0).all()
 
 
 def test_experts_that_only_padding_chose_are_not_read() -> None:
     *router, gate_up, down = inputs(SMALL, 4, jnp.dtype("float32"))
-    real = jnp.asarray([True, False, True, False])
-    used = chosen_experts(SMALL, 4, "random")[np.asarray(real)]
+    real = np.array([True, False, True, False])
+    used = chosen_experts(SMALL, 4, "random")[real]
     unused = np.setdiff1d(np.arange(SMALL.experts), used)
-    given = *router, gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan)
+    given = *router, with_nan(gate_up, unused), with_nan(down, unused)
     found = interpreted(*given, real, top_k=SMALL.top_k)
-    assert jnp.isfinite(found).all()
+    assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize("routing", ["random", *slow(*(r for r in ROUTINGS if r != "random"))])
@@ -251,15 +262,19 @@ def test_experts_that_only_padding_chose_are_not_read() -> None:
 def test_devices_with_some_of_the_experts_add_up_to_all(tokens: int, routing: str) -> None:
     """All choose among all experts, those that weigh equally too, and compute what they have."""
     x, logits, scale, gate_up, down = inputs(SMALL, tokens, jnp.dtype("float32"), routing)
-    logits = logits.astype(jnp.bfloat16).astype(jnp.float32).at[:, 0].set(1)  # ties
-    real = jnp.arange(tokens) % 3 > 0
-    expected = reference(x, logits, scale, gate_up, down, real, top_k=SMALL.top_k)
+    logits, gate_up, down = (np.array(a) for a in (logits, gate_up, down))
+    logits = logits.astype(jnp.bfloat16).astype(np.float32)
+    logits[:, 0] = 1  # ties
+    real = np.arange(tokens) % 3 > 0
+    expected = plain(x, logits, scale, gate_up, down, real, top_k=SMALL.top_k)
     cuts = 0, SMALL.experts // 3, SMALL.experts // 2, SMALL.experts
-    for run in (interpreted, reference):
+    for run in (interpreted, plain):
         parts = [
-            run(
-                *(x, logits, scale, gate_up[begin:end], down[begin:end], real, jnp.int32(begin)),
-                top_k=SMALL.top_k,
+            np.asarray(
+                run(
+                    *(x, logits, scale, gate_up[begin:end], down[begin:end], real, np.int32(begin)),
+                    top_k=SMALL.top_k,
+                )
             )
             for begin, end in itertools.pairwise(cuts)
         ]

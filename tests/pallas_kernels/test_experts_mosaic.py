@@ -12,7 +12,12 @@ import pytest
 
 from jaxspec.quantised.array import quantise
 from pallas_kernels.experts import MmaConfig, MosaicConfig, Tiling, experts, reference
-from pallas_kernels.experts.cases import (
+from pallas_kernels.experts.permute import add_up, places, spread
+from pallas_kernels.experts.routing import ALIGN, Placed, num_tiles, route_together
+from pallas_kernels.experts.tuning import mosaic_tiling_for
+from tests.cases import slow
+from tests.pallas_kernels.inputs import compiled
+from tests.pallas_kernels.inputs.experts import (
     GEMMA4_26B_A4B,
     ROUTINGS,
     SMALL,
@@ -20,15 +25,16 @@ from pallas_kernels.experts.cases import (
     abstract_inputs,
     inputs,
 )
-from pallas_kernels.experts.permute import add_up, places, spread
-from pallas_kernels.experts.routing import ALIGN, Placed, num_tiles, route_together
-from pallas_kernels.experts.tuning import mosaic_tiling_for
-from tests.cases import slow
 from tests.pallas_kernels.layouts import owned
 
 
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Return the approximation by tanh."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def multiplied(
-    rows: np.ndarray, placed: Placed, gate_up: Any, down: Any, shared: bool
+    rows: np.ndarray, placed: Placed, gate_up: np.ndarray, down: np.ndarray, shared: bool
 ) -> np.ndarray:
     """Return what the experts of all tiles make of their rows; NaN where no tile has any.
 
@@ -37,35 +43,41 @@ def multiplied(
     """
     count = ALIGN * placed.expert.size if shared else len(rows)
     out, written = np.full((count, SMALL.width), np.nan, np.float32), set[int]()
-    assert int(placed.tiles[0]) == np.sum(np.asarray(placed.used) > 0)
+    placed = jax.device_get(placed)
+    assert int(placed.tiles[0]) == np.sum(placed.used > 0)
     for expert, used, start in zip(placed.expert, placed.used, placed.start, strict=True):
         if used:
             assert start % ALIGN == 0
             own = range(int(start), int(start) + (ALIGN if shared else int(used)))
             assert written.isdisjoint(own)
             written.update(own)
-            gate, up = np.moveaxis(np.asarray(gate_up[expert]), 1, 0)
+            gate, up = np.moveaxis(gate_up[expert], 1, 0)
             of = rows if shared else rows[own.start : own.stop]
-            hidden = jax.nn.gelu(of @ gate, approximate=True) * (of @ up)
-            out[own.start : own.stop] = hidden @ np.asarray(down[expert])
+            hidden = gelu(of @ gate) * (of @ up)
+            out[own.start : own.stop] = hidden @ down[expert]
     return out
+
+
+added_up = jax.jit(functools.partial(add_up, interpret=True))
+plain = compiled(reference, static_argnames="top_k")
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_up_to_8_tokens_are_the_rows_of_every_tile(routing: str) -> None:
     """Results come from where a token is in the tile of its expert."""
     tokens, k = 7, SMALL.top_k
-    x, logits, scale, gate_up, down = inputs(SMALL, tokens, jnp.dtype("float32"), routing)
-    real = jnp.arange(tokens) != 3
+    made = inputs(SMALL, tokens, jnp.dtype("float32"), routing)
+    x, logits, scale, gate_up, down = map(np.asarray, made)
+    real = np.arange(tokens) != 3
     how: Any = dict(top_k=k, dtype=x.dtype, rows=ALIGN, same_rows=True, interpret=True)
-    rows = np.pad(np.asarray(x), ((0, ALIGN - tokens), (0, 0)))
+    rows = np.pad(x, ((0, ALIGN - tokens), (0, 0)))
     found = 0
     for begin, end in ((0, 5), (5, SMALL.experts)):  # on two devices
-        held: Any = dict(first=jnp.int32(begin), held=end - begin)
-        placed = route_together(logits, scale, real, **how, **held)
+        together = jax.jit(functools.partial(route_together, **how, held=end - begin))
+        placed = together(logits, scale, real, first=np.int32(begin))
         out = multiplied(rows, placed, gate_up[begin:end], down[begin:end], shared=True)
-        found += add_up(jnp.asarray(out), placed, real.astype(jnp.int32), interpret=True)
-    expected = reference(x, logits, scale, gate_up, down, real, top_k=k)
+        found += np.asarray(added_up(out, placed, real.astype(np.int32)))
+    expected = plain(x, logits, scale, gate_up, down, real, top_k=k)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -77,26 +89,26 @@ def test_rows_of_experts_lie_together_and_come_back(
 ) -> None:
     """With plain products between, what spreads tokens and adds rows up gives the reference."""
     tokens, rows, k = 37, 16, SMALL.top_k
-    x, logits, scale, gate_up, down = inputs(SMALL, tokens, jnp.dtype("float32"), routing)
-    x = jnp.pad(x, ((0, 0), (0, -SMALL.width % 16)))
+    made = inputs(SMALL, tokens, jnp.dtype("float32"), routing)
+    x, logits, scale, gate_up, down = map(np.asarray, made)
+    x = np.pad(x, ((0, 0), (0, -SMALL.width % 16)))
     real = np.arange(tokens) % 7 != 3
-    first = None if begin is None else jnp.int32(begin)
+    first = None if begin is None else np.int32(begin)
     gate_up, down = (w[begin:] for w in (gate_up, down))
-    held: Any = dict(first=first, held=len(down))
-    placed = route_together(
-        logits, scale, jnp.asarray(real), top_k=k, dtype=x.dtype, rows=rows, interpret=True, **held
-    )
-    padded = ALIGN * num_tiles(tokens * k, len(down), ALIGN)
-    ones = jnp.asarray(real, jnp.int32)
-    found = np.asarray(spread(x, placed, ones, padded, in_order=in_order, interpret=True))
+    how: Any = dict(top_k=k, dtype=x.dtype, rows=rows, held=len(down), interpret=True)
+    together = jax.jit(functools.partial(route_together, **how))
+    placed = together(logits, scale, real, first=first)
+    padded, ones = ALIGN * num_tiles(tokens * k, len(down), ALIGN), real.astype(np.int32)
+    put = functools.partial(spread, padded=padded, in_order=in_order, interpret=True)
+    found = np.asarray(jax.jit(put)(x, placed, ones))
     if not in_order:  # changed twice is not changed
-        found = found[:, np.asarray(places(jnp.arange(x.shape[1])))]
+        found = found[:, np.asarray(jax.jit(places)(np.arange(x.shape[1])))]
     products = multiplied(found[:, : SMALL.width], placed, gate_up, down, shared=False)
     if begin is None:
         assert np.sum(~np.isnan(products[:, 0])) == real.sum() * k
-    out = add_up(jnp.asarray(products), placed, ones, interpret=True)
-    args = x[:, : SMALL.width], logits, scale, gate_up, down, jnp.asarray(real)
-    np.testing.assert_allclose(out, reference(*args, first, top_k=k), atol=1e-5)
+    out = added_up(products, placed, ones)
+    args = x[:, : SMALL.width], logits, scale, gate_up, down, real
+    np.testing.assert_allclose(out, plain(*args, first, top_k=k), atol=1e-5)
 
 
 def test_rows_have_the_order_in_which_codes_come_into_registers() -> None:

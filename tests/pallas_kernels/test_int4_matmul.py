@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, get_args
 
@@ -25,7 +26,7 @@ from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.tile_schedule import schedule_for, tile_position
 from pallas_kernels.common.tiles import SHARED_BYTES, SmallMConfig, padded, results_are_apart
 from pallas_kernels.dispatch import H200_PROCESSORS
-from pallas_kernels.experts import Tiling, cases, experts
+from pallas_kernels.experts import Tiling, experts
 from pallas_kernels.int4_matmul import Codes, Coding, TileConfig, gated, linear
 from pallas_kernels.int4_matmul.coding import E2M1, numbers, pack, pack_pairs, unpack
 from pallas_kernels.int4_matmul.tuning import (
@@ -40,16 +41,19 @@ from pallas_kernels.int4_matmul.tuning import (
 )
 from pallas_kernels.int8_matmul.cases import SHAPES
 from tests.cases import slow
+from tests.pallas_kernels.inputs import compiled, difference
+from tests.pallas_kernels.inputs import experts as cases
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
 
 
 # Compiled whole: the test would else compile each of its operations.
 quantise = jax.jit(array.quantise, static_argnums=(1, 2))
+dequantise = jax.jit(lambda weight: weight.dequantise())
 
 
 def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 # --- codes ----------------------------------------------------------------------------------------
@@ -73,7 +77,7 @@ def test_codes_that_files_pair_are_packed_as_others(inputs):
     expected, pairs = pack(codes, 1), as_pairs(codes)
     np.testing.assert_array_equal(low_first(pairs), codes)
     np.testing.assert_array_equal(pack_pairs(pairs), expected)
-    np.testing.assert_array_equal(pack_pairs(jnp.asarray(pairs)), expected)
+    np.testing.assert_array_equal(jax.jit(pack_pairs)(pairs), expected)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 130), 1), ((64, 2, 5), 0), ((2, 40, 3), 1)])
@@ -81,8 +85,9 @@ def test_packed_codes_come_back(shape, axis):
     codes = np.random.default_rng(0).integers(0, 16, shape).astype(np.uint8)
     packed = pack(codes, axis)
     assert packed.shape == (*shape[:axis], -(-shape[axis] // 64), *shape[axis + 1 :], 32)
-    np.testing.assert_array_equal(unpack(jnp.asarray(packed), axis, shape[axis]), codes)
-    np.testing.assert_array_equal(pack(jnp.asarray(codes), axis), packed)
+    unpacked = jax.jit(unpack, static_argnums=(1, 2))(packed, axis, shape[axis])
+    np.testing.assert_array_equal(unpacked, codes)
+    np.testing.assert_array_equal(jax.jit(pack, static_argnums=1)(codes, axis), packed)
     first = np.moveaxis(codes, axis, -1)[..., 1], np.moveaxis(codes, axis, -1)[..., 33]
     byte = np.take(packed, 0, axis)[..., 1]
     np.testing.assert_array_equal(byte, first[0] | first[1] << 4)
@@ -101,12 +106,12 @@ def test_codes_and_scales_are_those_of_the_formulas():
     floats = quantise(jnp.asarray(x), "mxfp4", (0,))
     # 4 / 6 rounds up to 2^0, 16 / 6 to 2^2.
     assert floats.scales[:, 0].tolist() == [127, 129]
-    assert floats.dequantise()[:3, 0].tolist() == [4.0, -1.0, 0.5]
-    assert floats.dequantise()[32:35, 0].tolist() == [-16.0, 16.0, 0.0]  # 0.25 is a tie: even
+    assert dequantise(floats)[:3, 0].tolist() == [4.0, -1.0, 0.5]
+    assert dequantise(floats)[32:35, 0].tolist() == [-16.0, 16.0, 0.0]  # 0.25 is a tie: even
     small = quantise(jnp.asarray(x), "nvfp4", (0,))
     assert small.parts["factors"].tolist() == [np.float32(16 / 2688)]
     assert small.scales.astype(jnp.float32)[:, 0].tolist() == [112, 0, 448, 0]
-    np.testing.assert_allclose(small.dequantise()[32:34, 0], [-16, 16], rtol=1e-6)
+    np.testing.assert_allclose(dequantise(small)[32:34, 0], [-16, 16], rtol=1e-6)
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "int4-g16", "int4-g128", "int4-zeros"])
@@ -123,7 +128,7 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
     half = {"int4": largest / 8, "nvfp4": largest / 6, "mxfp4": largest / 3}[format.split("-")[0]]
     if format.endswith("zeros"):
         half = (high - low) / 15  # a whole step, as the zero is rounded too
-    error = np.abs(np.asarray(weight.dequantise() - x))
+    error = np.abs(np.asarray(dequantise(weight) - x))
     assert (error <= 1.05 * np.repeat(half, group, 0)[:130]).all()
     assert not np.asarray(quantise(jnp.zeros((64, 2)), format, (0,)).dequantise()).any()
 
@@ -138,8 +143,9 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
 def test_a_product_equals_dequantise_then_multiply(format, shape, inputs):
     weight = quantise(random(shape), format, tuple(range(inputs)))
     rows = random((4, 6, *shape[:inputs]), 1)
-    expected = np.tensordot(np.asarray(rows, np.float64), np.asarray(weight.dequantise()), inputs)
-    np.testing.assert_allclose(project(rows, weight, inputs=inputs), expected, rtol=0, atol=1e-4)
+    expected = np.tensordot(np.asarray(rows, np.float64), np.asarray(dequantise(weight)), inputs)
+    found = jax.jit(project, static_argnames="inputs")(rows, weight, inputs=inputs)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -151,15 +157,16 @@ def test_gate_and_up_are_activated_and_multiplied(format, activation):
     numbers, x = random((128, 2, 24)), random((3, 5, 128), 1) / 8
     weight = numbers if format is None else quantise(numbers, format, (0,))
     if format is not None:
-        numbers = weight.dequantise()
+        numbers = dequantise(weight)
     gate, up = np.moveaxis(np.asarray(numbers, np.float64), 1, 0)
     a = np.asarray(x, np.float64) @ gate
     inner = a if activation == "silu" else np.sqrt(8 / np.pi) * (a + 0.044715 * a**3)
     expected = a / (1 + np.exp(-inner)) * (x @ up)
-    found = project_gated(x, weight, activation)
+    gate = jax.jit(project_gated, static_argnums=2)
+    found = gate(x, weight, activation)
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < (0.06 if format == "fp8-dynamic" else 1e-6)
-    alone = project_gated(x[:1, :1], weight, activation)
+    alone = gate(x[:1, :1], weight, activation)
     np.testing.assert_allclose(alone, found[:1, :1], rtol=0, atol=1e-5)
 
 
@@ -185,7 +192,7 @@ def test_gate_and_up_of_other_shapes_are_refused():
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_table_is_looked_up_and_multiplied_as_its_numbers(format):
     table = quantise(random((30, 80)), format, (1,))
-    values, ids = table.dequantise(), jnp.asarray([[3, 29, 0]])
+    values, ids = dequantise(table), jnp.asarray([[3, 29, 0]])
     np.testing.assert_array_equal(table[ids], values[ids])
     rows = random((2, 5, 80), 1)
     expected = jnp.einsum("btd,vd->btv", rows, values, precision="highest")
@@ -198,7 +205,7 @@ def codes_of(kind: str, scales: str, zeros: bool, first: bool, inputs: int, outp
     def shape(count: int) -> tuple[int, int]:
         return (count, outputs) if first else (outputs, count)
 
-    codes = pack(jnp.asarray(rng.integers(0, 16, shape(inputs)), jnp.uint8), axis)
+    codes = jax.device_put(pack(rng.integers(0, 16, shape(inputs)).astype(np.uint8), axis))
     of_groups = shape(inputs // g)
     numbers_ = (
         rng.integers(124, 128, of_groups) if scales == "uint8" else rng.uniform(0.1, 0.2, of_groups)
@@ -225,10 +232,12 @@ def test_the_kernel_is_the_reference(kind, scales, zeros, group, rows, early):
     x = random((rows, 384)).astype(jnp.bfloat16)
     how: dict[str, Any] = dict(coding=coding, inputs_first=not early, dtype=jnp.float32)
     config = TileConfig(8 if rows == 3 else 16, 16, splits=2, unroll=3, early=early)
-    ours = linear(x, weight, **how, implementation="triton", interpret=True, config=config)
-    theirs, exact = linear(x, weight, **how), linear(x.astype(jnp.float32), weight, **how)
-    error, allowed = (float(jnp.abs(y - exact).max()) for y in (ours, theirs))
-    assert error <= 2 * allowed + 1e-5 * float(jnp.abs(exact).max())
+    by_kernel = dict(implementation="triton", interpret=True, config=config)
+    plain = compiled(functools.partial(linear, **how))
+    ours = compiled(functools.partial(linear, **how, **by_kernel))(x, weight)
+    theirs, exact = plain(x, weight), plain(x.astype(jnp.float32), weight)
+    allowed = difference(theirs, exact)
+    assert difference(ours, exact) <= 2 * allowed + 1e-5 * np.abs(exact).max()
 
 
 def test_the_kernel_refuses_what_it_cannot_cut():
@@ -471,15 +480,17 @@ def test_experts_read_codes_of_four_bits(format):
     packed = [quantise(w, format, (1,)) for w in weights]
     codes = [w.codes_of_experts()[0] for w in packed]
     coding = packed[0].codes_of_experts()[1]
-    expected = experts(x, logits, scale, *(w.dequantise() for w in packed), top_k=3)
+    run = functools.partial(experts, top_k=3)
+    expected = compiled(run)(x, logits, scale, *(dequantise(w) for w in packed))
     kernel = {"implementation": "triton", "interpret": True}
     shared = Tiling(8, TileConfig(8, 64, splits=3, early=True), TileConfig(8, 64, early=True))
     for how in ({"implementation": "reference"}, kernel, kernel | {"tiling": shared}):
-        found = experts(x, logits, scale, *codes, top_k=3, coding=coding, **how)
+        read = compiled(functools.partial(run, coding=coding, **how))
+        found = read(x, logits, scale, *codes)
         np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
     wrong = [c._replace(scales=c.scales[:, :1]) for c in codes]
     with pytest.raises(ValueError, match="gate_up_scales must be"):
-        experts(x, logits, scale, *wrong, top_k=3, coding=coding)
+        run(x, logits, scale, *wrong, coding=coding)
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.norms import Branch, RoundedNorm, add_norm
-from pallas_kernels.norms.cases import Shape, inputs
 from pallas_kernels.rounding import Rounded, Sums, round_rows
+from tests.pallas_kernels.inputs.norms import Shape, inputs
 
 BFLOAT16 = jnp.dtype("bfloat16")
 ATTENTION = Shape(48, next_norms=2, router=True)

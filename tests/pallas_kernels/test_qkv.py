@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.qkv import Destination, qkv
-from pallas_kernels.qkv.cases import Shape, destination, inputs
 from pallas_kernels.rounding import Sums
+from tests.pallas_kernels.inputs.qkv import Shape, destination, inputs
 
 BFLOAT16 = jnp.dtype("bfloat16")
 PLAIN = Shape(2, 2, 32)

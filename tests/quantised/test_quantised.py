@@ -31,10 +31,11 @@ from jaxspec.weights.define import formats_for, model_def_of, quantised_def
 from jaxspec.weights.loading import CheckpointError, LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
-from pallas_kernels.experts import Tiling, cases, experts
+from pallas_kernels.experts import Tiling, experts
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.int4_matmul import Codes, TileConfig
 from tests import tiny
+from tests.pallas_kernels.inputs import experts as cases
 
 FORMATS = ("int8", "fp8")
 # Half a step of the codes, over the largest magnitude of a channel. e4m3 has 3 bits after the point.

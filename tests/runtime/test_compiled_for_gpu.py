@@ -51,12 +51,12 @@ from pallas_kernels import int8_matmul
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once
 from pallas_kernels.experts import MmaConfig, experts
-from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes, abstract_inputs
 from pallas_kernels.experts.coded import multiply_gate_up
 from pallas_kernels.experts.routing import route
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
 from pallas_kernels.int4_matmul import Codes, Coding, TileConfig, linear
 from pallas_kernels.int8_matmul.cases import SHAPES
+from tests.pallas_kernels.inputs.experts import GEMMA4_26B_A4B, abstract_codes, abstract_inputs
 from tests.tools.chips import H200, OTHERS, Chip, has_cuda_wheels
 
 # Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one

@@ -1,4 +1,4 @@
-"""Shapes and inputs of `attention` that tests and benchmarks share, with caches as in decoding."""
+"""Shapes and inputs of `attention`, with caches as in decoding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.attention.reference import KVSegment
+from tests.pallas_kernels.inputs import Random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +58,12 @@ def cached(
     positions = np.where(slot < length, slot, -1)
     if ring:
         positions = np.maximum(length - 1 - (length - 1 - slot) % size, -1)
-    keys = jax.random.split(jax.random.key(seed))
     full = (len(lengths), shape.kv_heads, size, shape.head_dim)
-    k, v = (jax.random.normal(key, full, dtype) for key in keys)
-    exists = jnp.asarray(positions >= 0)[:, None, :, None]
-    empty_value = jnp.asarray(empty, dtype)
-    k, v = jnp.where(exists, k, empty_value), jnp.where(exists, v, empty_value)
-    return KVSegment(k, v, jnp.asarray(positions, jnp.int32))
+    random, exists = Random(seed), positions[:, None, :, None] >= 0
+    k, v = (np.where(exists, random.normal(*full, dtype=dtype), dtype.type(empty)) for _ in "kv")
+    return KVSegment(
+        jax.device_put(k), jax.device_put(v), jax.device_put(positions.astype(np.int32))
+    )
 
 
 def in_pages(
@@ -82,15 +82,17 @@ def in_pages(
       num_pages: number of pages of the cache.
       unread: the value in all other pages.
     """
-    which = jnp.asarray(pages, jnp.int32)
+    which = np.asarray(pages, np.int32)
+    is_page = which < num_pages
 
     def spread(x: Array) -> Array:
         b, k, _, h = x.shape
-        cut = x.reshape(b, k, which.shape[1], -1, h).swapaxes(1, 2)
-        full = jnp.full((num_pages, *cut.shape[2:]), jnp.asarray(unread, x.dtype))
-        return full.at[which].set(cut, mode="drop")
+        cut = np.asarray(x).reshape(b, k, which.shape[1], -1, h).swapaxes(1, 2)
+        full = np.full((num_pages, *cut.shape[2:]), x.dtype.type(unread))
+        full[which[is_page]] = cut[is_page]
+        return jax.device_put(full)
 
-    return segment._replace(k=spread(segment.k), v=spread(segment.v), pages=which)
+    return segment._replace(k=spread(segment.k), v=spread(segment.v), pages=jax.device_put(which))
 
 
 def queries(
@@ -99,9 +101,9 @@ def queries(
     """Return queries at the last `tokens` positions before each length, and these positions."""
     groups = shape.heads // shape.kv_heads
     q_shape = (len(lengths), tokens, shape.kv_heads, groups, shape.head_dim)
-    q = jax.random.normal(jax.random.key(seed), q_shape, dtype)
+    q = Random(seed).normal(*q_shape, dtype=dtype)
     positions = np.asarray(lengths)[:, None] - tokens + np.arange(tokens)
-    return q, jnp.asarray(np.maximum(positions, 0), jnp.int32)
+    return q, jax.device_put(np.maximum(positions, 0).astype(np.int32))
 
 
 def fresh(
@@ -113,8 +115,8 @@ def fresh(
     ancestors.
     """
     b, t = positions.shape
-    keys = jax.random.split(jax.random.key(seed))
-    k, v = (jax.random.normal(key, (b, shape.kv_heads, t, shape.head_dim), dtype) for key in keys)
+    random = Random(seed)
+    k, v = (random.normal(b, shape.kv_heads, t, shape.head_dim, dtype=dtype) for _ in "kv")
     if not tree:
         return KVSegment(k, v, positions)
     rng, seen = np.random.default_rng(seed), np.zeros((b, t, t), bool)
@@ -123,4 +125,4 @@ def fresh(
         for i in range(1, t):
             seen[row, i] = seen[row, rng.integers(i)]
             seen[row, i, i] = True
-    return KVSegment(k, v, positions, jnp.asarray(seen))
+    return KVSegment(k, v, positions, jax.device_put(seen))

@@ -1,15 +1,16 @@
-"""Shapes and inputs of `add_norm` that tests and benchmarks share."""
+"""Shapes and inputs of `add_norm`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, DTypeLike
 
 from pallas_kernels.norms.reference import Branch, NextNorm, RouterScale
 from pallas_kernels.rounding.reference import Sums
+from tests.pallas_kernels.inputs import Random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +55,8 @@ class Inputs(NamedTuple):
 
 def inputs(shape: Shape, rows: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> Inputs:
     """Return random arguments of `add_norm`."""
-    keys = iter(jax.random.split(jax.random.key(seed), 2 * shape.parts + shape.next_norms + 4))
-
-    def normal(*of: int) -> Array:
-        return jax.random.normal(next(keys), of, dtype)
-
-    d = shape.width
-    parts = tuple(Branch(3 * normal(*rows, d), normal(d)) for _ in range(shape.parts))
+    normal, d = functools.partial(Random(seed).normal, dtype=dtype), shape.width
+    parts = tuple(Branch(normal(*rows, d, scale=3), normal(d)) for _ in range(shape.parts))
     norms = tuple(normal(d) for _ in range(shape.next_norms))
     return Inputs(
         normal(*rows, d),

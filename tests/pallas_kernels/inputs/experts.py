@@ -1,4 +1,4 @@
-"""Shapes and inputs of `experts` that tests and benchmarks share, and difficult routings."""
+"""Shapes and inputs of `experts`, and difficult routings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.int4_matmul.coding import BLOCK, HALF, Codes, Coding
+from tests.pallas_kernels.inputs import Random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ def logits_for(shape: Shape, chosen: np.ndarray, seed: int = 0) -> Array:
     """Return random float32 logits [tokens, experts] that are largest for the `chosen` experts."""
     logits = np.random.default_rng(seed).normal(size=(len(chosen), shape.experts))
     np.put_along_axis(logits, chosen, np.take_along_axis(logits, chosen, axis=1) + 10, axis=1)
-    return jnp.asarray(logits, jnp.float32)
+    return jax.device_put(logits.astype(np.float32))
 
 
 def inputs(
@@ -73,13 +74,13 @@ def inputs(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Return x, logits, expert_scale, gate_up and down, scaled so that results are of order one."""
     e, d, f = shape.experts, shape.width, shape.hidden
-    keys = jax.random.split(jax.random.key(seed), 4)
+    random = Random(seed)
     return (
-        jax.random.normal(keys[0], (tokens, d), dtype),
+        random.normal(tokens, d, dtype=dtype),
         logits_for(shape, chosen_experts(shape, tokens, routing, seed), seed)[None],
-        jax.random.uniform(keys[1], (e,), dtype, 0.5, 2),
-        jax.random.normal(keys[2], (e, d, 2, f), dtype) * d**-0.5,
-        jax.random.normal(keys[3], (e, f, d), dtype) * f**-0.5,
+        random.uniform(0.5, 2, e, dtype=dtype),
+        random.normal(e, d, 2, f, dtype=dtype, scale=d**-0.5),
+        random.normal(e, f, d, dtype=dtype, scale=f**-0.5),
     )
 
 

@@ -1,4 +1,4 @@
-"""Shapes and inputs of `qkv` that tests and benchmarks share, as they occur in decoding."""
+"""Shapes and inputs of `qkv`, as they occur in decoding."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike
 
 from pallas_kernels.qkv.reference import Destination
+from tests.pallas_kernels.inputs import Random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +47,14 @@ def inputs(
     shape: Shape, batch: int, tokens: int, dtype: DTypeLike, seed: int = 0
 ) -> tuple[Array, Array | None, Array | None, Array, Array]:
     """Return a random projection, the weights of both norms, and cosines and sines of angles."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    h, rows = shape.head_dim, shape.groups + shape.extra
-    angles = jax.random.uniform(keys[3], (batch, tokens, h // 2), jnp.float32, 0, 1000)
+    random, h, rows = Random(seed), shape.head_dim, shape.groups + shape.extra
+    angles = np.asarray(random.uniform(0, 1000, batch, tokens, h // 2))
     return (
-        jax.random.normal(keys[0], (batch, tokens, shape.kv_heads, rows, h), dtype),
-        jax.random.normal(keys[1], (h,), dtype) if shape.groups else None,
-        jax.random.normal(keys[2], (h,), dtype) if shape.extra else None,
-        jnp.cos(angles),
-        jnp.sin(angles),
+        random.normal(batch, tokens, shape.kv_heads, rows, h, dtype=dtype),
+        random.normal(h, dtype=dtype) if shape.groups else None,
+        random.normal(h, dtype=dtype) if shape.extra else None,
+        jax.device_put(np.cos(angles)),
+        jax.device_put(np.sin(angles)),
     )
 
 
@@ -90,6 +89,7 @@ def destination(
     which = None if pages is None else np.take_along_axis(np.asarray(pages), index // page, axis=1)
     index = np.where(offset < np.asarray(counts)[:, None], index % page, page)
     full = (num_pages or len(starts), shape.kv_heads, page, shape.head_dim)
-    k, v = (jax.random.normal(key, full, dtype) for key in jax.random.split(jax.random.key(seed)))
-    which = None if which is None else jnp.asarray(which, jnp.int32)
-    return Destination(k, v, jnp.asarray(index, jnp.int32), which)
+    random = Random(seed)
+    k, v = (random.normal(*full, dtype=dtype) for _ in "kv")
+    which = None if which is None else jax.device_put(which.astype(np.int32))
+    return Destination(k, v, jax.device_put(index.astype(np.int32)), which)
