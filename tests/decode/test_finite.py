@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
@@ -48,14 +49,15 @@ def test_one_unsound_value_is_seen_among_many(size: int, bad: float) -> None:
 
 
 def test_where_no_token_is_possible_none_is_chosen() -> None:
-    logits = jnp.asarray([[-INF] * 4, [-INF, -INF, -1e30, -INF]])
-    assert choose(logits).tolist() == [NO_TOKEN, 2]
+    logits = np.asarray([[-INF] * 4, [-INF, -INF, -1e30, -INF]], np.float32)
+    assert jax.jit(choose)(logits).tolist() == [NO_TOKEN, 2]
 
 
 def test_suppressing_hides_nothing_and_changes_nothing() -> None:
     logits = jnp.asarray([[1.0, -0.0, 0.0, 2.0], [1.0, 1.0, NAN, 2.0], [1.0, 1.0, INF, 2.0]])
-    assert choose(suppress(logits, (2,))).tolist() == [3, NO_TOKEN, NO_TOKEN]
-    kept = np.asarray(suppress(logits, (2, 3))[0, :2])
+    chosen = jax.jit(lambda logits: choose(suppress(logits, (2,))))(logits)
+    assert chosen.tolist() == [3, NO_TOKEN, NO_TOKEN]
+    kept = np.asarray(suppress(logits, (2, 3)))[0, :2]
     np.testing.assert_array_equal(kept, [1.0, -0.0])
     np.testing.assert_array_equal(np.signbit(kept), [False, True])
 
@@ -68,7 +70,7 @@ def keys(rows: int) -> jax.Array:
 
 
 def steps(rows: int) -> jax.Array:
-    return jnp.ones(rows, jnp.int32)
+    return jax.device_put(np.ones(rows, np.int32))
 
 
 @pytest.mark.parametrize("rule", ["greedy", "standard", "block", "drawn", "tree", "drawn tree"])
@@ -76,7 +78,7 @@ def test_no_draft_is_accepted_where_the_target_is_unsound(rule: str) -> None:
     """Each row is unsound after another block slot and in another way; the last one is sound. Drafts are right."""
     ways = ([NAN] * VOCAB, [40.0, INF, 0.0, 0.0, 0.0, 0.0], [40.0] * 5 + [NAN], [-INF] * VOCAB)
     rows = len(ways) * (DRAFTS + 1) + 1
-    draft = jnp.broadcast_to(jnp.asarray([1, 2, 3]), (rows, DRAFTS))
+    draft = np.broadcast_to(np.asarray([1, 2, 3], np.int32), (rows, DRAFTS))
     right = np.where(np.arange(VOCAB) == np.asarray([1, 2, 3, 4])[:, None], 40.0, 0.0)
     logits = np.tile(right.astype(np.float32), (rows, 1, 1))
     slots = [slot for slot in range(DRAFTS + 1) for _ in ways]
@@ -84,11 +86,12 @@ def test_no_draft_is_accepted_where_the_target_is_unsound(rule: str) -> None:
     sampling = SamplingParams.make(rows, temperature=0.0 if rule in ("greedy", "tree") else 1.0)
     how = (sampling, keys(rows), steps(rows))
     if "tree" in rule:
-        parents = jnp.broadcast_to(jnp.arange(DRAFTS), draft.shape)
+        parents = np.broadcast_to(np.arange(DRAFTS, dtype=np.int32), draft.shape)
         accept = jax.jit(functools.partial(tree_verify, depth=DRAFTS))
         result = accept(logits, draft, parents, *how)
     else:
-        log_q = jnp.log(jax.nn.one_hot(draft, VOCAB)) if rule == "drawn" else None
+        certain = np.where(np.eye(VOCAB, dtype=bool)[draft], np.float32(0), np.float32(-INF))
+        log_q = certain if rule == "drawn" else None
         accept = jax.jit(functools.partial(verify, block=rule == "block"))
         result = accept(logits, draft, *how, log_q=log_q)
     assert result.accepted.tolist() == [*slots, DRAFTS]
@@ -99,24 +102,25 @@ def test_no_draft_is_accepted_where_the_target_is_unsound(rule: str) -> None:
 @pytest.mark.parametrize("accept", [rejection_verify, block_verify])
 def test_drafts_of_no_distribution_are_none(accept: Any) -> None:
     """A drafter's NaN ends the draft there: the same decisions, and so the same distribution."""
-    rows, of = 512, jax.jit(accept)
-    logits, q = (
-        2 * jax.random.normal(jax.random.key(i), (rows, n, VOCAB)) for i, n in ((0, 4), (1, 3))
-    )
-    log_q = jax.nn.log_softmax(q)
-    draft = jax.random.categorical(jax.random.key(2), log_q)
+    rows, of, rng = 512, jax.jit(accept), np.random.default_rng(0)
+    logits, q = (2 * rng.normal(size=(rows, n, VOCAB)).astype(np.float32) for n in (4, 3))
+    log_q = log_softmax(q, axis=-1)
+    draft = np.argmax(log_q + rng.gumbel(size=q.shape), axis=-1).astype(np.int32)
     how = (SamplingParams.make(rows, temperature=1.0), keys(rows), steps(rows))
     # A drafter that looks at some tokens only knows that the others have probability 0.
-    looked_at = (jnp.arange(VOCAB) < 2) | jax.nn.one_hot(draft, VOCAB, dtype=bool)
-    some = jnp.where(looked_at, NAN, -INF)
-    for known, nan in itertools.product(range(DRAFTS), (jnp.full_like(some, NAN), some)):
-        whole: AcceptResult = of(logits, draft, *how, log_q.at[:, known].set(nan[:, known]))
+    looked_at = (np.arange(VOCAB) < 2) | np.eye(VOCAB, dtype=bool)[draft]
+    some = np.where(looked_at, np.float32(NAN), np.float32(-INF))
+    without_drafts = jax.jit(rejection_verify)
+    for known, nan in itertools.product(range(DRAFTS), (np.full_like(some, NAN), some)):
+        spoiled = log_q.copy()
+        spoiled[:, known] = nan[:, known]
+        whole: AcceptResult = of(logits, draft, *how, spoiled)
         first = (logits[:, : known + 1], draft[:, :known])
         if known:
             cut: AcceptResult = of(*first, *how, log_q[:, :known])
-            assert 0 < (cut.accepted == known).mean() < 1
+            assert 0 < (np.asarray(cut.accepted) == known).mean() < 1
         else:
-            cut = rejection_verify(*first, *how)  # a block has a draft
+            cut = without_drafts(*first, *how)  # a block has a draft
         np.testing.assert_array_equal(whole.accepted, cut.accepted)
         np.testing.assert_array_equal(whole.bonus, cut.bonus)
 
@@ -129,8 +133,9 @@ def nan_from_there_on(logits: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def spoilt(model: LoadedModel, name: str, *index: int) -> LoadedModel:
-    weight = model.params[name]
-    params = model.params | {name: weight.at[index].set(NAN)}
+    weight = np.array(model.params[name])
+    weight[index] = NAN
+    params = model.params | {name: jax.device_put(weight)}
     return dataclasses.replace(model, params=params)
 
 
@@ -218,7 +223,9 @@ def test_a_drafter_of_nan_changes_no_output() -> None:
     """Its drafts are tokens like others, and are refused; its distributions are none."""
     engine = drafting_engine()
     assert engine.drafter_params is not None
-    nan = jax.tree.map(lambda w: jnp.full_like(w, NAN), engine.drafter_params)
+    nan = jax.tree.map(
+        lambda w: jax.device_put(np.full(w.shape, NAN, w.dtype)), engine.drafter_params
+    )
     requests = [request(0), request(1, temperature=1.0), request(7, 0.8), request(4)]
     expected = run(plain_engine(), requests)
     engine.drafter_params = nan

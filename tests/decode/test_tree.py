@@ -43,7 +43,8 @@ def brute_force(log_probs: np.ndarray, topk: int, count: int) -> set[tuple[int, 
 def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
     assert draft.parents is not None
     out: list[tuple[int, ...]] = [()]
-    for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
+    nodes = np.asarray(draft.tokens)[row].tolist(), np.asarray(draft.parents)[row].tolist()
+    for token, parent in zip(*nodes, strict=True):
         assert parent < len(out), "a node stands after its parent"
         out.append((*out[parent], token))
     return out[1:]
@@ -62,7 +63,8 @@ def test_grow_keeps_the_best_nodes(topk: int, depth: int, count: int):
         children = (jnp.asarray(np.broadcast_to(x, shape)) for x in (tokens, likely))
         return level + 1, Children(*children)
 
-    draft = grow(expand, 0, jnp.zeros(2, jnp.int32), tree=Tree(topk, depth), num_draft_tokens=count)
+    about: dict[str, Any] = dict(tree=Tree(topk, depth), num_draft_tokens=count)
+    draft = jax.jit(lambda anchors: grow(expand, 0, anchors, **about))(np.zeros(2, np.int32))
     for row in range(2):
         found = paths(draft, row)
         assert len(found) == count
@@ -70,7 +72,8 @@ def test_grow_keeps_the_best_nodes(topk: int, depth: int, count: int):
 
 
 def test_ancestors():
-    seen = np.asarray(ancestors(jnp.asarray([[0, 0, 1, 3], [0, 1, 2, 3]])))
+    parents = np.asarray([[0, 0, 1, 3], [0, 1, 2, 3]], np.int32)
+    seen = np.asarray(jax.jit(ancestors)(parents))
     assert seen.shape == (2, 5, 5)
     tree = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 3, 4}]
     assert [set(np.flatnonzero(row)) for row in seen[0]] == tree
@@ -97,18 +100,21 @@ def test_impossible_trees(tree: Tree, count: int, message: str):
 
 def test_a_chain_as_a_tree_is_judged_alike():
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(64, 4, 5)), jnp.float32)
-    choice = np.asarray(jnp.argmax(logits, axis=-1))
+    logits = rng.normal(size=(64, 4, 5)).astype(np.float32)
     wrong = rng.random((64, 3)) < 0.3
-    draft = jnp.asarray((choice[:, :3] + wrong) % 5)
-    parents = jnp.broadcast_to(jnp.arange(3), (64, 3))
+    draft = ((logits.argmax(axis=-1)[:, :3] + wrong) % 5).astype(np.int32)
+    parents = np.broadcast_to(np.arange(3, dtype=np.int32), (64, 3))
     sampling = SamplingParams.make(64)
-    keys, steps = jax.random.split(jax.random.key(0), 64), jnp.zeros(64, jnp.int32)
-    expected = greedy_verify(logits, draft)
-    got = tree_verify(logits, draft, parents, sampling, keys, steps, depth=3)
+    keys, steps = jax.random.split(jax.random.key(0), 64), np.zeros(64, np.int32)
+    expected = jax.jit(greedy_verify)(logits, draft)
+    judge = jax.jit(tree_verify, static_argnames="depth")
+    got = judge(logits, draft, parents, sampling, keys, steps, depth=3)
     np.testing.assert_array_equal(got.accepted, expected.accepted)
     np.testing.assert_array_equal(got.bonus, expected.bonus)
     assert set(np.asarray(expected.accepted)) == {0, 1, 2, 3}
+
+
+kept_rows = jax.jit(keep_rows)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -122,12 +128,13 @@ def test_a_tree_pass_gives_what_each_path_alone_gives(name: str):
     """Logits, features and then the caches are those of feeding one path, far past the window's ring."""
     loaded = target(name)
     rng = np.random.default_rng(3)
-    length, mask = 21, ancestors(jnp.asarray([[0, 0, 1, 1, 3, 5]]))
-    tokens = jnp.asarray(rng.integers(20, tiny.VOCAB_SIZE, (1, length + 7)))
+    length = 21
+    mask = jax.jit(ancestors)(np.asarray([[0, 0, 1, 1, 3, 5]], np.int32))
+    tokens = rng.integers(20, tiny.VOCAB_SIZE, (1, length + 7)).astype(np.int32)
     caches = init_caches(loaded.config, 1, cache_length=64, slack=7, dtype="float32")
 
-    def feed(block: Array, start: int, count: int, mask: Array | None = None) -> TargetOutput:
-        where = (jnp.asarray([start]), jnp.asarray([count]))
+    def feed(block: np.ndarray, start: int, count: int, mask: Array | None = None) -> TargetOutput:
+        where = (np.asarray([start], np.int32), np.asarray([count], np.int32))
         return target_pass(loaded.model_def, loaded.params, block, *where, caches, mask)
 
     for begin in range(0, length, 7):
@@ -135,9 +142,10 @@ def test_a_tree_pass_gives_what_each_path_alone_gives(name: str):
     tree = feed(tokens[:, length:], length, 7, mask)
     for path in ([0, 2], [0, 1, 4], [0, 1, 3, 5, 6]):
         n = len(path)
-        rows = jnp.asarray([path + [0] * (7 - n)])
-        alone = feed(jnp.take_along_axis(tokens[:, length:], rows, axis=1), length, n)
-        kept = keep_rows(tree, rows, jnp.asarray([length]), jnp.asarray([n]))
+        rows = np.asarray([path + [0] * (7 - n)], np.int32)
+        alone = feed(np.take_along_axis(tokens[:, length:], rows, axis=1), length, n)
+        kept = kept_rows(tree, rows, np.asarray([length], np.int32), np.asarray([n], np.int32))
+        kept, alone = jax.device_get((kept, alone))
         got = (kept.logits[:, :n], kept.hidden[:, :n], kept.features[0][:, :n], kept.caches)
         want = (alone.logits[:, :n], alone.hidden[:, :n], alone.features[0][:, :n], alone.caches)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, want)

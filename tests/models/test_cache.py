@@ -92,7 +92,7 @@ def test_passes_of_random_length_see_their_window(
         count = np.array([data.draw(st.integers(0, int(r))) for r in room])
         values = np.array([[next(fresh) for _ in range(width)] for _ in range(B)], np.float32)
         cache, segments = write_then_view(
-            cache, jnp.asarray(values)[:, None, :, None], jnp.asarray(start), jnp.asarray(count)
+            cache, values[:, None, :, None], start.astype(np.int32), count.astype(np.int32)
         )
         for row in range(B):
             committed[row] += values[row, : count[row]].tolist()
@@ -115,7 +115,7 @@ def test_rejected_writes_hide_nothing(window: int | None, data: st.DataObject) -
         start = np.array([len(c) for c in committed])
         values = np.array([[next(fresh) for _ in range(slack)] for _ in range(B)], np.float32)
         cache, segments = write_then_view(
-            cache, jnp.asarray(values)[:, None, :, None], jnp.asarray(start), jnp.asarray(count)
+            cache, values[:, None, :, None], start.astype(np.int32), count.astype(np.int32)
         )
         written = [c + v for c, v in zip(committed, values.tolist(), strict=True)]
         check_view(jax.device_get(segments), written, count, window)
@@ -140,7 +140,7 @@ def test_a_ring_is_window_plus_slack_and_full_when_that_is_no_smaller() -> None:
 LENGTH, SLACK = 56, 5
 
 
-def check_close(got: Array, expected: np.ndarray) -> None:
+def check_close(got: np.ndarray, expected: np.ndarray) -> None:
     """Compare norm-wise: orders of adding differ by 1e-5 at most, one key too many or few by 1e-2."""
     assert np.linalg.norm(got - expected) <= 1e-4 * np.linalg.norm(expected)
 
@@ -172,7 +172,7 @@ class Setting:
         self.expected = jax.device_get(self.run(self.tokens, zeros, zeros + LENGTH, None))
 
     def run(self, tokens: np.ndarray, start: np.ndarray, count: np.ndarray, *rest: object):
-        arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, start, count))
+        arrays = (np.asarray(x, np.int32) for x in (tokens, start, count))
         return forward(self.model_def, self.params, *arrays, *rest)
 
     def caches(self, batch: int = B) -> Caches:
@@ -187,10 +187,11 @@ class Setting:
             tokens[row, : count[row]] = self.tokens[row, start[row] : start[row] + count[row]]
         # A verify step writes its whole block, whatever of it is then kept; prefill only real tokens.
         out = self.run(tokens, start, np.full(B, width) if width <= SLACK else count, caches)
+        logits, features = np.asarray(out.logits), np.asarray(out.features[0])
         for row in range(B):
             new = slice(start[row], start[row] + count[row])
-            check_close(out.logits[row, : count[row]], self.expected.logits[row, new])
-            check_close(out.features[0][row, : count[row]], self.expected.features[0][row, new])
+            check_close(logits[row, : count[row]], self.expected.logits[row, new])
+            check_close(features[row, : count[row]], self.expected.features[0][row, new])
         return out.caches
 
 
@@ -237,16 +238,16 @@ def test_slots_equal_direct_rows(setting: Setting) -> None:
     count = np.array([24, 11, 0])
     tokens, start = setting.tokens[:, :24], np.zeros(B, np.int32)
     direct = setting.run(tokens, start, count, setting.caches())
-    busy = jax.tree.map(lambda x: x + 7, setting.caches(5))
+    busy = jax.device_put(jax.tree.map(lambda x: np.asarray(x) + 7, setting.caches(5)))
     slots = jnp.asarray([4, 0, 5])
     scattered = setting.run(tokens, start, count, busy, slots)
     for row in (0, 1):
-        got, want = scattered.logits[row, : count[row]], direct.logits[row, : count[row]]
+        got, want = (np.asarray(x.logits)[row, : count[row]] for x in (scattered, direct))
         check_close(got, want)
     after = jax.tree.leaves(scattered.caches)
     for old, new in zip(jax.tree.leaves(busy), after, strict=True):
-        np.testing.assert_array_equal(new[1:4], old[1:4])
+        np.testing.assert_array_equal(np.asarray(new)[1:4], np.asarray(old)[1:4])
     # The next pass reads what was scattered.
     step, one = setting.tokens[:, 24:29], np.array([5, 0, 0])
-    got = setting.run(step, count, one, scattered.caches, slots).logits[0]
-    check_close(got, setting.expected.logits[0, 24:29])
+    got = setting.run(step, count, one, scattered.caches, slots).logits
+    check_close(np.asarray(got)[0], setting.expected.logits[0, 24:29])

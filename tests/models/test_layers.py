@@ -30,7 +30,7 @@ from tests import tiny
 
 
 def normal(*shape: int, seed: int = 0) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 @pytest.mark.parametrize("inputs", [1, 2])

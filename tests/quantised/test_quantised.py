@@ -6,6 +6,7 @@ each format, loaded once.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable
@@ -24,7 +25,8 @@ from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.models.layers import project, table_logits
 from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
-from jaxspec.quantised.array import named_arrays, quantise
+from jaxspec.quantised import array as quantised_array
+from jaxspec.quantised.array import named_arrays
 from jaxspec.runtime import memory
 from jaxspec.weights import conversion, loading
 from jaxspec.weights.define import formats_for, model_def_of, quantised_def
@@ -42,8 +44,18 @@ FORMATS = ("int8", "fp8")
 HALF_STEP = {"int8": 0.5 / 127, "fp8": 2.0**-4}
 
 
+# One program each in place of one for every operation.
+quantise = jax.jit(quantised_array.quantise, static_argnums=(1, 2))
+dequantised = jax.jit(QuantisedArray.dequantise)
+product = jax.jit(project, static_argnames="inputs")
+
+
 def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def of_dtype(x: jax.Array, dtype: str) -> jax.Array:
+    return jax.device_put(np.asarray(x).astype(jnp.dtype(dtype)))
 
 
 # --- formats -----------------------------------------------------------------------------------------
@@ -51,14 +63,15 @@ def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_number_moves_by_more_than_half_a_step_of_its_channel(format):
-    x = random((40, 3, 8)) * jnp.asarray([1.0, 1e-3, 50.0])[:, None]
+    x = np.asarray(random((40, 3, 8))) * np.asarray([1.0, 1e-3, 50.0], np.float32)[:, None]
     weight = quantise(x, format, (0,))
     assert weight.scales.shape == (3, 8)
     assert weight.codes.shape == (3, 8, 40)  # inputs last
-    largest = np.abs(np.asarray(x)).max(axis=0)
-    assert (np.abs(weight.dequantise() - x) <= HALF_STEP[format] * largest * 1.0001).all()
+    largest = np.abs(x).max(axis=0)
+    numbers = np.asarray(dequantised(weight))
+    assert (np.abs(numbers - x) <= HALF_STEP[format] * largest * 1.0001).all()
     # The largest number of a channel is exact, to rounding of the scale.
-    kept = np.abs(np.asarray(weight.dequantise())).max(axis=0)
+    kept = np.abs(numbers).max(axis=0)
     np.testing.assert_allclose(kept, largest, rtol=1e-6)
 
 
@@ -67,8 +80,8 @@ def test_a_channel_of_zeros_stays_zero_and_no_code_overflows(format):
     x = np.random.default_rng(0).normal(size=(64, 200)).astype(np.float32)
     x[:, 0] = 0
     x[:, 1] = 1e-42  # a subnormal scale
-    weight = quantise(jnp.asarray(x), format, (0,))
-    numbers = np.asarray(weight.dequantise())
+    weight = quantise(x, format, (0,))
+    numbers = np.asarray(dequantised(weight))
     assert np.isfinite(numbers).all()
     assert not numbers[:, 0].any()
 
@@ -82,7 +95,7 @@ def test_codes_and_scales_are_those_of_the_formulas():
     floats = quantise(x, "fp8", (0,))
     np.testing.assert_allclose(floats.scales, [2.54 / 448, 1.0], rtol=1e-6)
     # 17 lies between 16 and 18: even, of 16 = 1.000b and 18 = 1.001b, is 16.
-    assert floats.codes.astype(jnp.float32).tolist() == [[-448, 5.5, 176], [0, 448, 16]]
+    assert np.asarray(floats.codes, np.float32).tolist() == [[-448, 5.5, 176], [0, 448, 16]]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -91,10 +104,10 @@ def test_codes_and_scales_are_those_of_the_formulas():
     ("shape", "inputs"), [((24, 5), 1), ((24, 2, 3, 8), 1), ((2, 3, 8, 24), 3)], ids=str
 )
 def test_a_product_equals_dequantise_then_multiply(format, dtype, shape, inputs):
-    rows = random((4, 6, *shape[:inputs]), 1).astype(dtype)
-    weight = quantise(random(shape).astype(dtype), format, tuple(range(inputs)))
+    rows = of_dtype(random((4, 6, *shape[:inputs]), 1), dtype)
+    weight = quantise(of_dtype(random(shape), dtype), format, tuple(range(inputs)))
     numbers = unrounded(weight)
-    found = project(rows, weight, inputs=inputs)
+    found = product(rows, weight, inputs=inputs)
     assert found.dtype == rows.dtype
     expected = np.tensordot(np.asarray(rows, np.float64), numbers, inputs)
     # Sums are float32 and rounded once, so one rounding of the result's dtype is all that differs.
@@ -105,29 +118,29 @@ def test_a_product_equals_dequantise_then_multiply(format, dtype, shape, inputs)
 def test_dynamic_rounds_activations_with_a_scale_a_token():
     """By hand: rows of very different sizes each keep four bits of their own largest number."""
     rows = jnp.asarray([[448.0, 17.0, -1.0], [4.48e-3, 17e-5, -1e-5], [0.0, 0.0, 0.0]])
-    weight = quantise(jnp.eye(3), "fp8-dynamic", (0,))
-    found = project(rows, weight)
+    weight = quantise(np.eye(3, dtype=np.float32), "fp8-dynamic", (0,))
+    found = product(rows, weight)
     # 17 rounds to 16, as in the formulas of fp8.
     expected = [[448.0, 16.0, -1.0], [4.48e-3, 16e-5, -1e-5], [0.0, 0.0, 0.0]]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    table = quantise(jnp.eye(3), "fp8-dynamic", (1,))
-    np.testing.assert_allclose(table_logits(rows, table), rows, rtol=1e-6)  # not of a head
+    table = quantise(np.eye(3, dtype=np.float32), "fp8-dynamic", (1,))
+    np.testing.assert_allclose(jax.jit(table_logits)(rows, table), rows, rtol=1e-6)  # not of a head
 
 
 def test_dynamic_rounds_its_sums_to_16_bits_and_no_further():
     """The sums are rounded before they meet their scales, and once more afterwards."""
     rows, weight = random((6, 64), 1), quantise(random((64, 32)), "fp8-dynamic", (0,))
-    rows = rows.astype("bfloat16")
-    found = project(rows, weight)
+    rows = of_dtype(rows, "bfloat16")
+    found = product(rows, weight)
     assert found.dtype == rows.dtype
-    expected = np.asarray(project(rows.astype("float32"), weight))
+    expected = np.asarray(product(of_dtype(rows, "float32"), weight))
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2.01 * 2.0**-8)
 
 
 def unrounded(weight: QuantisedArray) -> np.ndarray:
     """Return the numbers that codes and scales stand for, before any rounding to 16 bits."""
     scales = np.expand_dims(np.asarray(weight.scales, np.float64), weight.contracting_axes)
-    codes = np.asarray(weight.codes.astype(jnp.float32), np.float64)
+    codes = np.asarray(weight.codes).astype(np.float64)
     first = weight.ndim - len(weight.contracting_axes)
     return np.moveaxis(codes, range(first, weight.ndim), weight.contracting_axes) * scales
 
@@ -135,21 +148,23 @@ def unrounded(weight: QuantisedArray) -> np.ndarray:
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_table_is_looked_up_and_multiplied_as_its_numbers(format):
     table = quantise(random((30, 16)), format, (1,))
-    numbers, ids = table.dequantise(), jnp.asarray([[3, 29, 0]])
-    np.testing.assert_array_equal(table[ids], numbers[ids])
+    numbers, ids = np.asarray(dequantised(table)), np.asarray([[3, 29, 0]], np.int32)
+    looked_up = jax.jit(lambda table, ids: table[ids])(table, ids)
+    np.testing.assert_array_equal(looked_up, numbers[ids])
     rows = random((2, 5, 16), 1)
-    expected = jnp.einsum("btd,vd->btv", rows, numbers, precision="highest")
-    np.testing.assert_allclose(table_logits(rows, table), expected, rtol=0, atol=2e-5)
+    expected = np.einsum("btd,vd->btv", rows, numbers)
+    np.testing.assert_allclose(jax.jit(table_logits)(rows, table), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(("platform", "multiplied"), [("cuda", 2), ("cpu", 1)])
 def test_a_head_multiplies_a_lone_row_as_two_on_a_gpu(platform: str, multiplied: int):
     table, x = quantise(random((30, 16)), "int8", (1,)), random((1, 16), 1)
-    text = jax.jit(table_logits).trace(x, table).lower(lowering_platforms=(platform,)).as_text()
+    run = jax.jit(table_logits)
+    text = run.trace(x, table).lower(lowering_platforms=(platform,)).as_text()
     (dot,) = (line for line in text.splitlines() if "dot_general" in line)
     assert f"-> tensor<{multiplied}x30xf32>" in dot
-    both = table_logits(jnp.repeat(x, 2, axis=0), table)
-    np.testing.assert_allclose(table_logits(x, table), both[:1], rtol=0, atol=2e-5)
+    both = np.asarray(run(np.repeat(x, 2, axis=0), table))
+    np.testing.assert_allclose(run(x, table), both[:1], rtol=0, atol=2e-5)
 
 
 def pair(of: Iterable[Codes]) -> tuple[Codes, Codes]:
@@ -166,9 +181,11 @@ def test_experts_read_codes(format, how):
     options: dict[str, Any] = dict(top_k=cases.CODED.top_k, implementation=how)
     options["interpret"] = how == "triton"
     codes = pair(coded)
-    found = experts(x, logits, scale, *codes, **options)
-    numbers = [w.dequantise() for w in quantised_ones]
-    expected = experts(x, logits, scale, *numbers, **options)
+    run = functools.partial(experts, **options)
+    run = jax.jit(run) if how == "reference" else run  # the kernel is one program as it is
+    found = run(x, logits, scale, *codes)
+    numbers = [dequantised(w) for w in quantised_ones]
+    expected = run(x, logits, scale, *numbers)
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
     if how == "triton":  # programs that share the inputs of gate and up, and more tokens than rows
         shared = Tiling(8, TileConfig(8, 64, splits=3), TileConfig(8, 64))
@@ -176,10 +193,10 @@ def test_experts_read_codes(format, how):
         both = Tiling(
             16, in_columns.gate_up, TileConfig(16, 64, unroll=2)
         )  # which has one step and a half
-        many, of_many = jnp.tile(x, (4, 1)), jnp.tile(logits, (1, 4, 1))
+        many, of_many = jax.device_put((np.tile(x, (4, 1)), np.tile(logits, (1, 4, 1))))
         for tiling in (shared, in_columns, both):
-            found = experts(many, of_many, scale, *codes, tiling=tiling, **options)
-            np.testing.assert_allclose(found, jnp.tile(expected, (4, 1)), rtol=0, atol=3e-5)
+            found = run(many, of_many, scale, *codes, tiling=tiling)
+            np.testing.assert_allclose(found, np.tile(expected, (4, 1)), rtol=0, atol=3e-5)
 
 
 def test_experts_refuse_codes_without_factors_and_with_wrong_ones():
@@ -215,7 +232,7 @@ def test_a_model_computes_with_codes_what_it_computes_with_their_numbers():
         return model_def.bind(params)(tokens, start, jnp.full(1, 6, jnp.int32), None).logits
 
     run = jax.jit(logits, static_argnums=0)
-    numbers = packed_def.dequantise(packed)
+    numbers = jax.jit(packed_def.dequantise)(packed)
     np.testing.assert_allclose(run(packed_def, packed), run(model_def, numbers), rtol=0, atol=2e-3)
 
 

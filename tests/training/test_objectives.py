@@ -159,7 +159,7 @@ def test_pieces_of_anchors_and_of_texts_add_up_and_every_weight_learns() -> None
     run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=2)
     whole, sums = run(params, real, 16)
     for name, gradient in whole.items():
-        assert float(jnp.max(jnp.abs(gradient))) > 0, name
+        assert np.abs(np.asarray(gradient)).max() > 0, name
     of_text = [real & (jnp.arange(2) == i)[:, None] for i in (0, 1)]
     parts, of_parts = zip(*(run(params, part, 2) for part in of_text), strict=True)
     np.testing.assert_allclose(
@@ -167,7 +167,7 @@ def test_pieces_of_anchors_and_of_texts_add_up_and_every_weight_learns() -> None
     )
     for name, gradient in whole.items():
         both = parts[0][name] + parts[1][name]
-        size = float(jnp.max(jnp.abs(gradient)))
+        size = np.abs(np.asarray(gradient)).max()
         np.testing.assert_allclose(both, gradient, atol=1e-4 * size, err_msg=name)
 
 
