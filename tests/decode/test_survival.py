@@ -8,6 +8,7 @@ same sum shows that a choice by the probability of the drawn token would be wron
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from jaxspec.engine import engine as engines
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Choice, Prospects
 from jaxspec.options import Drafting, FieldError
+from jaxspec.shapes import Array
 from jaxspec.survival import SurvivalState, bins_of, calibrated, choose_width
 from jaxspec.weights.model_def import ModelDef
 from tests import cases, tiny
@@ -143,8 +145,20 @@ def selector_of(name: str) -> Selector:
         return MarkovSelector(config, dtype=jnp.dtype("float32"))
 
     graph, state = nnx.split(nnx.eval_shape(made))
-    values = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), state)
+    values = jax.tree.map(
+        lambda x: jax.device_put(rng.normal(size=x.shape).astype(np.float32)), state
+    )
     return nnx.merge(graph, values)
+
+
+def compiled(run: Callable[[Block], Array], block: Block) -> np.ndarray:
+    """Run something of a block in one program."""
+    arrays = block.anchors, block.hidden, block.logits
+    return np.asarray(jax.jit(lambda *arrays: run(Block(*arrays, None, VOCAB)))(*arrays))
+
+
+def confidences_of(selector: Selector, block: Block) -> np.ndarray:
+    return compiled(lambda block: selector.confidences(block, jnp.asarray(SEQUENCES)), block)
 
 
 def drafts_of(
@@ -152,20 +166,24 @@ def drafts_of(
 ) -> tuple[Block, np.ndarray, np.ndarray]:
     """Return a block whose rows are all the same, one for each sequence; q of each; the chance of each."""
     rows = len(SEQUENCES)
-    anchors = jnp.ones(rows, jnp.int32)
     hidden, logits = (
-        jnp.asarray(np.repeat(rng.normal(size=(1, DRAFTS, size)), rows, axis=0), jnp.float32)
+        np.repeat(rng.normal(size=(1, DRAFTS, size)), rows, axis=0).astype(np.float32)
         for size in (4, VOCAB)
     )
-    block = Block(anchors, hidden, logits, None, VOCAB)
-    carry, before, log_q = selector.begin(block), anchors, []
-    for slot in range(DRAFTS):
-        origins = jnp.zeros((rows, 1), jnp.int32)
-        carry, choices = selector.step(block, slot, carry, before[:, None], origins)
-        of_slot = jax.nn.log_softmax(choices.logits / temperature)
-        log_q.append(over_vocabulary(choices, of_slot, VOCAB)[:, 0])
-        before = jnp.asarray(SEQUENCES[:, slot])
-    q = np.exp(np.asarray(jnp.stack(log_q, axis=1), np.float64))
+    arrays = jax.device_put((np.ones(rows, np.int32), hidden, logits))
+
+    def log_probs(block: Block) -> Array:
+        carry, before, log_q = selector.begin(block), block.anchors, []
+        for slot in range(DRAFTS):
+            origins = jnp.zeros((rows, 1), jnp.int32)
+            carry, choices = selector.step(block, slot, carry, before[:, None], origins)
+            of_slot = jax.nn.log_softmax(choices.logits / temperature)
+            log_q.append(over_vocabulary(choices, of_slot, VOCAB)[:, 0])
+            before = jnp.asarray(SEQUENCES[:, slot])
+        return jnp.stack(log_q, axis=1)
+
+    block = Block(*arrays, None, VOCAB)
+    q = np.exp(compiled(log_probs, block).astype(np.float64))
     q /= q.sum(axis=-1, keepdims=True)
     drawn = np.take_along_axis(q, SEQUENCES[:, :, None], axis=-1)[:, :, 0]
     return block, q, drawn
@@ -179,44 +197,58 @@ def widths_of(
     confidence: np.ndarray, costs: tuple[float, ...], *, drawn: bool = True, rows: int = 1
 ) -> np.ndarray:
     """Return the width that every combination of sequences of some rows chooses, with counts of the past."""
-    rng = np.random.default_rng(7)
-    trials = jnp.asarray(rng.integers(0, 30, (rows, DRAFTS, survival.BINS)), jnp.float32)
-    rates = jnp.linspace(0.4, 1.0, survival.BINS)  # the surer, the more often accepted
-    past = SurvivalState.empty(rows, DRAFTS, 1).replace(trials=trials, hits=trials * rates)
-    seconds, active = jnp.asarray(costs), jnp.ones(rows, bool)
-
-    def one(confidence: jax.Array) -> jax.Array:
-        chances, means = calibrated(past, confidence)
-        return choose_width(chances, means, active, seconds, WIDTHS, drawn=drawn)
-
-    index = np.asarray(jax.vmap(one)(every_combination(confidence, rows)))
+    seconds, every = np.asarray(costs, np.float32), every_combination(confidence, rows)
+    index = np.asarray(width_indices(past_of(rows), every, seconds, drawn))
     return np.asarray(WIDTHS)[index].reshape((len(confidence),) * rows)
 
 
-def every_combination(confidence: np.ndarray, rows: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=3)
+def width_indices(past: SurvivalState, every: Array, seconds: Array, drawn: bool) -> Array:
+    active = jnp.ones(every.shape[1], bool)
+
+    def one(confidence: Array) -> Array:
+        chances, means = calibrated(past, confidence)
+        return choose_width(chances, means, active, seconds, WIDTHS, drawn=drawn)
+
+    return jax.vmap(one)(every)
+
+
+@functools.cache
+def past_of(rows: int) -> SurvivalState:
+    """Return counts of the past: the surer a draft was, the more often it was accepted."""
+    rng = np.random.default_rng(7)
+    trials = rng.integers(0, 30, (rows, DRAFTS, survival.BINS)).astype(np.float32)
+    hits = trials * np.linspace(0.4, 1.0, survival.BINS, dtype=np.float32)
+    trials, hits = jax.device_put((trials, hits))
+    return SurvivalState.empty(rows, DRAFTS, 1).replace(trials=trials, hits=hits)
+
+
+def every_combination(confidence: np.ndarray, rows: int) -> np.ndarray:
     """Return the confidences [N, rows, DRAFTS] of all sequences that some rows may draw together."""
     every = itertools.product(range(len(confidence)), repeat=rows)
-    return jnp.asarray(confidence[np.asarray(list(every))], jnp.float32)
+    return confidence[np.asarray(list(every))].astype(np.float32)
 
 
 def limits_of(
     confidence: np.ndarray, unit: int, spare: int, *, drawn: bool = True, rows: int = 2
 ) -> np.ndarray:
     """Return the drafts that the first row verifies, for every combination of sequences of some rows."""
-    rng = np.random.default_rng(7)
-    trials = jnp.asarray(rng.integers(0, 30, (rows, DRAFTS, survival.BINS)), jnp.float32)
-    rates = jnp.linspace(0.4, 1.0, survival.BINS)
-    past = SurvivalState.empty(rows, DRAFTS, 1).replace(trials=trials, hits=trials * rates)
-    active = jnp.ones(rows, bool)
+    every = every_combination(confidence, rows)
+    limits = np.asarray(first_limits(past_of(rows), every, np.int32(spare), unit, drawn))
+    return limits.reshape((len(confidence),) * rows)
 
-    def one(confidence: jax.Array) -> jax.Array:
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def first_limits(past: SurvivalState, every: Array, spare: Array, unit: int, drawn: bool) -> Array:
+    active = jnp.ones(every.shape[1], bool)
+
+    def one(confidence: Array) -> Array:
         chances, means = calibrated(past, confidence)
         _, values = survival.unit_values(chances, means, unit, drawn=drawn)
         rank = survival.ranks(values, active)
-        return survival.limits(rank, active, jnp.int32(spare), unit, DRAFTS)[0]
+        return survival.limits(rank, active, spare, unit, DRAFTS)[0]
 
-    limits = np.asarray(jax.vmap(one)(every_combination(confidence, rows)))
-    return limits.reshape((len(confidence),) * rows)
+    return jax.vmap(one)(every)
 
 
 def sum_over_drafts(
@@ -240,7 +272,7 @@ def test_a_chosen_width_keeps_the_distribution(name: str, rule: str, temperature
     if name == "candidates":
         assert (q == 0).any()
     assert chance.sum() == pytest.approx(1)
-    confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
+    confidence = confidences_of(selector, block)
     used, off = set(), []
     for costs in COSTS:
         widths = widths_of(confidence, costs)
@@ -263,7 +295,7 @@ def test_a_choice_that_looks_ahead_does_not() -> None:
     rng = np.random.default_rng(1)
     selector, p = selector_of("vanilla"), target_probs(rng)
     block, q, drawn = drafts_of(selector, rng)
-    confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
+    confidence = confidences_of(selector, block)
     off = []
     for costs in COSTS:
         widths = widths_of(confidence, costs, drawn=False)
@@ -277,7 +309,7 @@ def test_rows_that_share_a_width_do_not_disturb_each_other() -> None:
     rng = np.random.default_rng(5)
     selector, p = selector_of("vanilla"), target_probs(rng)
     block, q, drawn = drafts_of(selector, rng)
-    confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
+    confidence = confidences_of(selector, block)
     chance, depends = drawn.prod(axis=1), False
     for costs in COSTS:
         widths = widths_of(confidence, costs, rows=2)
@@ -303,7 +335,7 @@ def test_rows_that_compete_keep_their_distributions(
     rng = np.random.default_rng(5)
     selector, p = selector_of(name), target_probs(rng)
     block, q, drawn = drafts_of(selector, rng)
-    confidence = np.asarray(selector.confidences(block, jnp.asarray(SEQUENCES)))
+    confidence = confidences_of(selector, block)
     chance = drawn.prod(axis=1)
 
     def largest_error(limits: np.ndarray) -> float:
@@ -328,12 +360,14 @@ def test_rows_that_compete_keep_their_distributions(
 def test_the_width_with_most_tokens_a_second_is_chosen() -> None:
     """Of drafts that are certain choices, against trying all widths."""
     rng, widths, found = np.random.default_rng(0), (1, 3, 7), set()
+    choose = jax.jit(functools.partial(choose_width, widths=widths, drawn=False))
     for _ in range(50):
         chances = rng.uniform(0.2, 1, (4, 7)) ** rng.uniform(0.1, 3)
         active, costs = rng.random(4) < 0.7, np.cumsum(rng.uniform(0.1, 1, 3)) + 1
-        made, means = (jnp.asarray(x, jnp.float32) for x in (chances, np.full(7, 0.5)))
-        seconds = jnp.asarray(costs, jnp.float32)
-        index = choose_width(made, means, jnp.asarray(active), seconds, widths, drawn=False)
+        made, means, seconds = (
+            np.asarray(x, np.float32) for x in (chances, np.full(7, 0.5), costs)
+        )
+        index = choose(made, means, active, seconds)
         tokens = [(1 + np.cumprod(chances[:, :w], 1).sum(1))[active].sum() for w in widths]
         if active.any():
             found.add(int(index))
@@ -347,6 +381,7 @@ def test_confidences_are_calibrated_by_what_became_of_drafts() -> None:
     state = SurvivalState.empty(rows, DRAFTS, 4)
     trials, hits = (np.zeros((rows, DRAFTS, survival.BINS)) for _ in range(2))
     add = jax.jit(SurvivalState.counting, static_argnums=4)
+    calibrate, find_bins = jax.jit(calibrated), jax.jit(bins_of)
     rate = np.asarray([[0.9, 0.3], [0.6, 0.2], [0.5, 0.1]])  # sure and unsure, by position
     for _ in range(steps):
         sure = rng.random((rows, DRAFTS)) < 0.5
@@ -355,10 +390,8 @@ def test_confidences_are_calibrated_by_what_became_of_drafts() -> None:
         accepted = np.cumprod(rng.random((rows, DRAFTS)) < chance, axis=1).sum(1)
         width, active = int(rng.integers(1, DRAFTS + 1)), rng.random(rows) < 0.8
         accepted = np.minimum(accepted, width).astype(np.int32)
-        state = add(
-            state, jnp.asarray(confidence), jnp.asarray(accepted), jnp.asarray(active), width
-        )
-        bins = np.asarray(bins_of(jnp.asarray(confidence)))
+        state = add(state, confidence, accepted, active, width)
+        bins = np.asarray(find_bins(confidence))
         for row in np.flatnonzero(active):
             trials[row] *= 0.5 ** (1 / survival.HALF_LIFE_STEPS)
             hits[row] *= 0.5 ** (1 / survival.HALF_LIFE_STEPS)
@@ -368,10 +401,10 @@ def test_confidences_are_calibrated_by_what_became_of_drafts() -> None:
     np.testing.assert_allclose(state.trials, trials, rtol=1e-4)
     np.testing.assert_allclose(state.hits, hits, rtol=1e-4)
     for column, value in enumerate((0.8, 0.4)):
-        chances, _ = calibrated(state, jnp.full((rows, DRAFTS), value, jnp.float32))
-        np.testing.assert_allclose(chances[0], rate[:, column], atol=0.08)
+        chances, _ = calibrate(state, np.full((rows, DRAFTS), value, np.float32))
+        np.testing.assert_allclose(np.asarray(chances)[0], rate[:, column], atol=0.08)
     empty = SurvivalState.empty(rows, DRAFTS, 4)
-    chances, means = calibrated(empty, jnp.full((rows, DRAFTS), 0.8, jnp.float32))
+    chances, means = calibrate(empty, np.full((rows, DRAFTS), 0.8, np.float32))
     np.testing.assert_allclose(chances, 0.8, rtol=1e-6)
     np.testing.assert_allclose(means, survival.UNKNOWN)
 

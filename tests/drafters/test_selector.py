@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from jaxspec.drafters.base import Draws
+from jaxspec.drafters.base import Draft, Draws
 from jaxspec.drafters.chain import Choices
 from jaxspec.drafters.selector import Block, Independent, Selector
 from jaxspec.options import Tree
@@ -41,10 +43,17 @@ class Bigrams(Selector):
 def block(ids: tuple[int, ...] | None, seed: int = 0) -> Block:
     rng = np.random.default_rng(seed)
     size = VOCAB if ids is None else len(ids)
-    logits = jnp.asarray(rng.normal(size=(ROWS, SLOTS, size)), jnp.float32)
-    anchors = jnp.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32)
-    tokens = None if ids is None else jnp.asarray(ids, jnp.int32)
-    return Block(anchors, jnp.zeros((ROWS, SLOTS, 2)), logits, tokens, VOCAB)
+    logits = rng.normal(size=(ROWS, SLOTS, size)).astype(np.float32)
+    anchors = rng.integers(0, VOCAB, ROWS).astype(np.int32)
+    tokens = None if ids is None else np.asarray(ids, np.int32)
+    hidden = np.zeros((ROWS, SLOTS, 2), np.float32)
+    return Block(*jax.device_put((anchors, hidden, logits, tokens)), VOCAB)
+
+
+def compiled(run: Callable[..., Draft], block: Block, *rest: Any) -> Draft:
+    """Run something of a block in one program."""
+    whole = jax.jit(lambda arrays, *rest: run(Block(*arrays, VOCAB), *rest))
+    return whole(block[:4], *rest)
 
 
 def table(ids: tuple[int, ...] | None) -> np.ndarray:
@@ -52,6 +61,7 @@ def table(ids: tuple[int, ...] | None) -> np.ndarray:
     return np.random.default_rng(9).normal(size=(VOCAB, size)).astype(np.float32)
 
 
+@functools.cache
 def draws(temperature: float, seed: int = 0) -> Draws:
     slots = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.int32), (ROWS, SLOTS))
     keys = jax.vmap(make_key)(jnp.arange(seed, seed + ROWS))
@@ -64,7 +74,7 @@ def q_of(block: Block, row: int, slot: int, before: int, temperature: float) -> 
     ids = range(VOCAB) if block.tokens is None else IDS
     added = table(None if block.tokens is None else IDS)[before]
     log_q = np.full(VOCAB, -np.inf)
-    logits = np.asarray(block.logits[row, slot], np.float64) + added
+    logits = np.asarray(block.logits)[row, slot].astype(np.float64) + added
     log_q[list(ids)] = log_softmax(logits / temperature)
     return log_q
 
@@ -73,25 +83,24 @@ def q_of(block: Block, row: int, slot: int, before: int, temperature: float) -> 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_independent_slots_are_drawn_at_once_as_one_by_one(ids: Any, temperature: float) -> None:
     given = draws(temperature)
-    at_once = Independent().chain(block(ids), given)
-    one_by_one = Selector.chain(Independent(), block(ids), given)
+    at_once = compiled(Independent().chain, block(ids), given)
+    one_by_one = compiled(functools.partial(Selector.chain, Independent()), block(ids), given)
     np.testing.assert_array_equal(at_once.tokens, one_by_one.tokens)
     np.testing.assert_array_equal(at_once.log_q, one_by_one.log_q)
-    likeliest = Independent().chain(block(ids))
+    likeliest = compiled(Independent().chain, block(ids))
     assert likeliest.log_q is None
-    np.testing.assert_array_equal(
-        likeliest.tokens, Independent().chain(block(ids), draws(0)).tokens
-    )
+    greedy = compiled(Independent().chain, block(ids), draws(0))
+    np.testing.assert_array_equal(likeliest.tokens, greedy.tokens)
 
 
 @pytest.mark.parametrize("ids", [None, IDS], ids=["all", "reduced"])
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_a_chain_follows_its_own_tokens(ids: Any, temperature: float) -> None:
     given = block(ids)
-    draft = Bigrams(jnp.asarray(table(ids))).chain(given, draws(temperature))
+    draft = compiled(Bigrams(jnp.asarray(table(ids))).chain, given, draws(temperature))
     tokens, log_q = np.asarray(draft.tokens), np.asarray(draft.log_q)
     for row, slot in itertools.product(range(ROWS), range(SLOTS)):
-        before = int(given.anchors[row]) if slot == 0 else tokens[row, slot - 1]
+        before = int(np.asarray(given.anchors)[row]) if slot == 0 else tokens[row, slot - 1]
         expected = q_of(given, row, slot, before, temperature or 1.0)
         if not temperature:
             best = expected.argmax()
@@ -106,14 +115,15 @@ def test_a_tree_has_the_likeliest_children_of_every_node(ids: Any) -> None:
     """A tree of all nodes; the children of each are found by trying all tokens."""
     given, shape = block(ids), Tree(2, SLOTS)
     nodes = shape.topk + (shape.depth - 1) * shape.topk**2
-    draft = Bigrams(jnp.asarray(table(ids))).tree(given, shape, nodes)
+    tree = Bigrams(jnp.asarray(table(ids))).tree
+    draft = compiled(lambda block: tree(block, shape, nodes), given)
     assert draft.parents is not None
     tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
     for row in range(ROWS):
         depth = [0]
         for i, parent in enumerate(parents[row]):
             depth.append(depth[parent] + 1)
-            before = int(given.anchors[row]) if parent == 0 else tokens[row, parent - 1]
+            before = int(np.asarray(given.anchors)[row]) if parent == 0 else tokens[row, parent - 1]
             best = np.argsort(-q_of(given, row, depth[parent], before, 1.0))[: shape.topk]
             assert tokens[row, i] in best
         assert max(depth) == SLOTS

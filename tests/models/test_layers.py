@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -23,7 +24,7 @@ from jaxspec.models.layers import (
 )
 from jaxspec.models.residual import Residual
 from jaxspec.models.xla import COMPILER_OPTIONS
-from jaxspec.shapes import Array
+from jaxspec.shapes import Array, Params
 from jaxspec.weights.model_def import ModelDef
 from pallas_kernels.norms import Branch, router_norm
 from tests import tiny
@@ -51,9 +52,11 @@ def test_table_logits_on_either_side_of_the_product(rows: int) -> None:
 def test_rms_norm_uses_the_weight_as_it_is() -> None:
     """Unlike Gemma 1 to 3, which add 1 to it."""
     x, scale = normal(2, 3, 8), normal(8, seed=1)
+    x, scale = np.asarray(x), np.asarray(scale)
     expected = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 0.25)
-    np.testing.assert_allclose(rms_norm(x, None, 0.25), expected, rtol=1e-6)
-    np.testing.assert_allclose(rms_norm(x, scale, 0.25), expected * scale, rtol=1e-6)
+    norm = jax.jit(rms_norm, static_argnums=2)
+    np.testing.assert_allclose(norm(x, None, 0.25), expected, rtol=1e-6)
+    np.testing.assert_allclose(norm(x, scale, 0.25), expected * scale, rtol=1e-6)
 
 
 def test_a_residual_is_added_to_and_normed_as_the_equation_says() -> None:
@@ -75,9 +78,10 @@ def test_a_residual_is_added_to_and_normed_as_the_equation_says() -> None:
 
 
 def test_rms_norm_of_bfloat16_rounds_once() -> None:
-    x, scale = normal(4, 64).astype(jnp.bfloat16), normal(64, seed=1).astype(jnp.bfloat16)
-    expected = rms_norm(x.astype(jnp.float32), scale.astype(jnp.float32), 1e-6)
-    np.testing.assert_array_equal(rms_norm(x, scale, 1e-6), expected.astype(jnp.bfloat16))
+    norm = jax.jit(rms_norm, static_argnums=2)
+    x, scale = (np.asarray(a).astype(jnp.bfloat16) for a in (normal(4, 64), normal(64, seed=1)))
+    expected = np.asarray(norm(x.astype(np.float32), scale.astype(np.float32), 1e-6))
+    np.testing.assert_array_equal(norm(x, scale, 1e-6), expected.astype(jnp.bfloat16))
 
 
 def test_proportional_rope_divides_by_the_whole_head() -> None:
@@ -96,7 +100,7 @@ def test_rope_turns_complex_pairs(heads: tuple[int, ...]) -> None:
     angles = angles.reshape(2, 4, *(1,) * len(heads), 4)
     turned = (np.asarray(x)[..., :4] + 1j * np.asarray(x)[..., 4:]) * np.exp(1j * angles)
     expected = np.concatenate([turned.real, turned.imag], -1)
-    ours = rope(x, positions, frequencies)
+    ours = jax.jit(rope)(x, positions, frequencies)
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -108,9 +112,11 @@ def test_embedding_scale_is_rounded_to_the_weights_dtype(name: str, scale: float
     width = TARGET_PRESETS[name].hidden_size
     config = dataclasses.replace(tiny.config(name), vocab_size=3, hidden_size=width)
 
-    def encode(dtype: str, *, scaled: bool) -> Array:
-        embedder = ModelDef(Embedder, config, dtype).bind({"table": jnp.ones((3, width), dtype)})
-        return embedder.embed(jnp.asarray([[2, 0]]), scaled=scaled).astype(jnp.float32)
+    def encode(dtype: str, *, scaled: bool) -> np.ndarray:
+        embedder = ModelDef(Embedder, config, dtype)
+        params = {"table": jax.device_put(np.ones((3, width), jnp.dtype(dtype)))}
+        run = jax.jit(lambda params, tokens: embedder.bind(params).embed(tokens, scaled=scaled))
+        return np.asarray(run(params, np.asarray([[2, 0]], np.int32)), np.float32)
 
     np.testing.assert_array_equal(encode("bfloat16", scaled=True), np.full((1, 2, width), scale))
     np.testing.assert_allclose(encode("float32", scaled=True), math.sqrt(width), rtol=1e-6)
@@ -122,26 +128,38 @@ def test_per_layer_inputs_of_ids_past_their_table_read_row_0() -> None:
     model_def, params = tiny.target("e2b")
     short = {**params, "per_layer.table": params["per_layer.table"][:100]}
     config = dataclasses.replace(model_def.config, per_layer_vocab_size=100)
-    target = ModelDef(model_def.module, config, "float32").bind(short)
-    tokens, like_0 = jnp.asarray([[5, 120]]), jnp.asarray([[5, 0]])
-    x = target.embedder.embed(tokens)
-    np.testing.assert_array_equal(target.per_layer(tokens, x), target.per_layer(like_0, x))
+    short_def = ModelDef(model_def.module, config, "float32")
+    tokens, like_0 = (np.asarray([[5, last]], np.int32) for last in (120, 0))
+
+    @jax.jit
+    def per_layer(params: Params, tokens: Array, of_embedding: Array) -> Array:
+        target = short_def.bind(params)
+        return target.per_layer(tokens, target.embedder.embed(of_embedding))
+
+    found, expected = (per_layer(short, ids, tokens) for ids in (tokens, like_0))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_experts_equal_a_loop_over_tokens() -> None:
     model_def, params = tiny.target("26b-a4b")
     experts = model_def.bind(params).layers[0].experts
     x, residual = normal(2, 5, 48), normal(2, 5, 48, seed=1)
-    chosen, weights = jax.device_get(experts.route(residual))
+    chosen, weights = jax.device_get(jax.jit(experts.route)(residual))
     gate_up, down = np.asarray(experts.gate_up[...]), np.asarray(experts.down[...])
     expected = np.zeros((2, 5, 48))
     for b, t in np.ndindex(2, 5):
         for e, weight in zip(chosen[b, t], weights[b, t], strict=True):
             gate, up = np.tensordot(np.asarray(x)[b, t], gate_up[e], 1)
-            hidden = np.asarray(jax.nn.gelu(gate, approximate=True)) * up
+            gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+            hidden = gelu * up
             expected[b, t] += weight * (hidden @ down[e])
-    to_router = router_norm(residual, experts.router_scale[...], model_def.config.rms_norm_eps)
-    np.testing.assert_allclose(experts(x, to_router), expected, rtol=1e-4, atol=1e-5)
+
+    @jax.jit
+    def run(x: Array, residual: Array) -> Array:
+        scale = experts.router_scale[...]
+        return experts(x, router_norm(residual, scale, model_def.config.rms_norm_eps))
+
+    np.testing.assert_allclose(run(x, residual), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -157,7 +175,8 @@ def test_attend_equals_a_loop_over_queries(window: int | None, causal: bool) -> 
         jnp.asarray([[3, -1, 1, 2, 0], [-1, -1, -1, -1, 0]]),
     )
     block = KVSegment(normal(b, k, 3, h, seed=3), normal(b, k, 3, h, seed=4), q_positions)
-    got = attend(q, q_positions, (cached, block), scale=0.5, window=window, causal=causal)
+    run = jax.jit(functools.partial(attend, scale=0.5, window=window, causal=causal))
+    got = np.asarray(run(q, q_positions, (cached, block)))
     keys, values, positions = (
         np.concatenate([getattr(cached, f), getattr(block, f)], axis)
         for f, axis in (("k", 2), ("v", 2), ("positions", 1))
@@ -177,7 +196,8 @@ def test_attend_equals_a_loop_over_queries(window: int | None, causal: bool) -> 
 def test_a_query_that_sees_nothing_is_finite() -> None:
     """Padding rows are computed like others; a NaN there could reach a cache."""
     nothing = KVSegment(normal(1, 1, 4, 8), normal(1, 1, 4, 8, seed=1), jnp.full((1, 4), -1))
-    out = attend(normal(1, 2, 1, 1, 8), jnp.zeros((1, 2), int), (nothing,), scale=1.0, window=None)
+    run = jax.jit(functools.partial(attend, scale=1.0, window=None))
+    out = run(normal(1, 2, 1, 1, 8), np.zeros((1, 2), np.int32), (nothing,))
     assert np.isfinite(out).all()
 
 

@@ -27,13 +27,18 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
+draw = jax.jit(objectives.draw_anchors, static_argnums=2)
+
+
+def halved(params: Params) -> Params:
+    return {n: jax.device_put(np.asarray(x).astype(jnp.bfloat16)) for n, x in params.items()}
+
+
 def test_anchors_are_tokens_of_answers_with_one_more_behind_them() -> None:
     rng = np.random.default_rng(0)
     answers = rng.random((40, 12)) < 0.6
     answers[0], answers[1] = False, True
-    anchors, real = map(
-        np.asarray, objectives.draw_anchors(jax.random.key(0), jnp.asarray(answers), 5)
-    )
+    anchors, real = map(np.asarray, draw(jax.random.key(0), answers, 5))
     assert (anchors >= 1).all()
     for row in range(40):
         may = [i for i in range(1, 11) if answers[row, i] and answers[row, i + 1]]
@@ -46,9 +51,10 @@ def test_anchors_are_tokens_of_answers_with_one_more_behind_them() -> None:
 def test_slots_end_where_the_answer_ends() -> None:
     answers = np.zeros((1, 10), bool)
     answers[0, 3:6] = answers[0, 7:] = True
-    reached = objectives.slots_reached(jnp.asarray(answers), jnp.asarray([[3, 4, 7, 9]]), 4)
+    anchors = np.asarray([[3, 4, 7, 9]], np.int32)
+    reached = jax.jit(objectives.slots_reached, static_argnums=2)(answers, anchors, 4)
     assert np.asarray(reached)[0].sum(axis=-1).tolist() == [2, 1, 2, 0]
-    assert reached[0, 0].tolist() == [True, True, False, False]
+    assert np.asarray(reached)[0, 0].tolist() == [True, True, False, False]
 
 
 def naive(made: Predictions, target: np.ndarray, alive: np.ndarray, w: LossWeights) -> list[float]:
@@ -101,39 +107,40 @@ def naive(made: Predictions, target: np.ndarray, alive: np.ndarray, w: LossWeigh
 
 
 def random_scores(rng: np.random.Generator, size: int, tokens: Any) -> Scores:
-    logits = jnp.asarray(rng.normal(size=(B, A, G, size)), jnp.float32)
+    logits = rng.normal(size=(B, A, G, size)).astype(np.float32)
     # Half of the labels are the likeliest, so that drafts are right for a while.
     label = np.where(
         rng.random((B, A, G)) < 0.5, np.argmax(logits, -1), rng.integers(size, size=(B, A, G))
     )
-    in_reach = jnp.asarray(rng.random((B, A, G)) < 0.9)
-    return Scores(logits, jnp.asarray(label, jnp.int32), tokens, in_reach)
+    in_reach = rng.random((B, A, G)) < 0.9
+    return Scores(*jax.device_put((logits, label.astype(np.int32), tokens, in_reach)))
 
 
 @pytest.mark.parametrize("survival", [0.0, 0.6])
 @pytest.mark.parametrize("kind", ["all tokens", "its own vocabulary", "candidates", "clusters"])
 def test_a_loss_is_the_sum_over_its_slots(kind: str, survival: float) -> None:
     rng = np.random.default_rng(1)
-    ids = jnp.asarray([0, 3, 4, 8, 10])
-    each = jnp.asarray(np.argsort(rng.random((B, A, G, V)))[..., :5])
+    ids = np.asarray([0, 3, 4, 8, 10], np.int32)
+    each = np.argsort(rng.random((B, A, G, V)))[..., :5].astype(np.int32)
     final = random_scores(
         rng,
         V if kind == "all tokens" else 5,
         {"all tokens": None, "its own vocabulary": ids}.get(kind, each),
     )
     if kind == "its own vocabulary":
-        final = final._replace(label=jnp.where(jnp.arange(G) == 2, -1, final.label))
+        label = np.where(np.arange(G) == 2, -1, final.label)
+        final = final._replace(label=jax.device_put(label))
     made = Predictions(
         final,
         random_scores(rng, V, None) if kind == "candidates" else None,
         random_scores(rng, 6, None) if kind == "clusters" else None,
-        jnp.asarray(rng.uniform(0.1, 0.9, (B, A, G)), jnp.float32),
+        jax.device_put(rng.uniform(0.1, 0.9, (B, A, G)).astype(np.float32)),
     )
     target = rng.normal(size=(B, A, G, V)).astype(np.float32)
     alive = np.cumprod(rng.random((B, A, G)) < 0.9, axis=-1).astype(bool)
     weights = LossWeights(0.3, 0.5, 0.7, 0.2, 0.9, 1.1, 1.3, decay=2.5, survival=survival)
-    real = jnp.ones((B, A), bool)
-    sums = objectives.loss_of_slots(made, jnp.asarray(target), jnp.asarray(alive), real, weights)
+    run = jax.jit(lambda *args: objectives.loss_of_slots(*args, weights))
+    sums = run(made, target, alive, np.ones((B, A), bool))
     expected = naive(made, target, alive, weights)
     np.testing.assert_allclose([sums.loss, sums.weight, sums.accepted], expected, rtol=1e-4)
     assert float(sums.anchors) == B * A
@@ -145,9 +152,9 @@ def test_pieces_of_anchors_and_of_texts_add_up_and_every_weight_learns() -> None
     config = DFlash2Config(**sizes, conv_group_size=8, selector_rank=10, selector_top_k=6)
     (target_def, target_params), (model_def, params) = tiny.target("31b"), drafter_of(config)
     rng = np.random.default_rng(0)
-    texts = jnp.asarray(rng.integers(12, tiny.VOCAB_SIZE, (2, 20)), jnp.int32)
-    answers = jnp.asarray(np.arange(20) >= np.asarray([[4], [9]]))
-    anchors, real = objectives.draw_anchors(jax.random.key(1), answers, 5)
+    texts = jax.device_put(rng.integers(12, tiny.VOCAB_SIZE, (2, 20)).astype(np.int32))
+    answers = jax.device_put(np.arange(20) >= np.asarray([[4], [9]]))
+    anchors, real = draw(jax.random.key(1), answers, 5)
     weights = LossWeights(base_kl=1.0)
 
     def loss(params: Params, real: Any, at_once: int) -> tuple[Any, Sums]:
@@ -160,13 +167,13 @@ def test_pieces_of_anchors_and_of_texts_add_up_and_every_weight_learns() -> None
     whole, sums = run(params, real, 16)
     for name, gradient in whole.items():
         assert np.abs(np.asarray(gradient)).max() > 0, name
-    of_text = [real & (jnp.arange(2) == i)[:, None] for i in (0, 1)]
+    of_text = [np.asarray(real) & (np.arange(2) == i)[:, None] for i in (0, 1)]
     parts, of_parts = zip(*(run(params, part, 2) for part in of_text), strict=True)
     np.testing.assert_allclose(
         jax.tree.leaves(of_parts[0] + of_parts[1]), jax.tree.leaves(sums), rtol=1e-5
     )
     for name, gradient in whole.items():
-        both = parts[0][name] + parts[1][name]
+        both = np.asarray(parts[0][name]) + np.asarray(parts[1][name])
         size = np.abs(np.asarray(gradient)).max()
         np.testing.assert_allclose(both, gradient, atol=1e-4 * size, err_msg=name)
 
@@ -176,7 +183,7 @@ def test_gradients_of_pieces_add_up_in_float32() -> None:
     config = DFlashConfig(**{**BASE, "layer_types": ("full",), "causal": (False,), "block_size": 3})
     target_def, target_params = tiny.target("31b")
     model_def, params = drafter_of(config)
-    params = {n: x.astype(jnp.bfloat16) for n, x in params.items()}
+    params = halved(params)
     model_def = model_def.of_dtype("bfloat16")
     texts = jnp.asarray(np.random.default_rng(0).integers(12, tiny.VOCAB_SIZE, (1, 12)), jnp.int32)
     answers = jnp.asarray(np.arange(12) >= 4)[None]
@@ -194,7 +201,7 @@ def test_gradients_of_pieces_add_up_in_float32() -> None:
 
         return jax.grad(loss)(params)
 
-    rounded = {n: x.astype(jnp.bfloat16) for n, x in target_params.items()}
+    rounded = halved(target_params)
     one, many = (gradient(params, rounded, times) for times in (2, 256))
     for name, x in one.items():
         expected = 128 * np.asarray(x, np.float32)
