@@ -89,6 +89,9 @@ class SamplingParams(struct.PyTreeNode):
         """
 
         def rows(value: ArrayLike, dtype: type, *shape: int) -> Array:
+            if not isinstance(value, jax.Array):
+                # On the host: JAX would compile programs for each number of rows.
+                value = np.broadcast_to(np.asarray(value, dtype), (batch, *shape))
             return jnp.broadcast_to(jnp.asarray(value, dtype), (batch, *shape))
 
         adjustments = None

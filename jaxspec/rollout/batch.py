@@ -117,7 +117,7 @@ class Prompts(struct.PyTreeNode):
         Raises:
           ValueError: there is no prompt, or one is empty or has an id that is not a whole number.
         """
-        return jax.tree.map(jnp.asarray, padded_on_host(prompts))
+        return jax.device_put(padded_on_host(prompts))
 
     def with_images(self, images: Sequence[Sequence[ImagePatches]], vision: LoadedModel) -> Prompts:
         """Return them with images, which the vision part of the target embeds.

@@ -189,7 +189,7 @@ class Sequences(struct.PyTreeNode):
             at = (row, slice(begin, begin + size))
             tokens[at], positions[at], owner[at] = [*prompt, *new], np.arange(size), i
             generated[at] = np.arange(size) >= len(prompt)
-        return cls(*map(jnp.asarray, (tokens, positions, owner, generated)), packed=True)
+        return cls(*jax.device_put((tokens, positions, owner, generated)), packed=True)
 
 
 @renamed_keywords(extras="program_features")

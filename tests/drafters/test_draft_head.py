@@ -58,19 +58,29 @@ def copied(request: pytest.FixtureRequest) -> tuple[str, Pair]:
     return request.param, jaxspec.load(dtype="float32", quantize_draft_head=request.param)
 
 
+@pytest.fixture(scope="module")
+def plain(bundled: Pair) -> list[Any]:
+    """The continuations of the target alone, which no copy of its head changes."""
+    return generated(bundled.plain())
+
+
 # --- decoding ----------------------------------------------------------------------------------------
 
 
-def test_output_is_that_of_plain_decoding(bundled: Pair, copied: tuple[str, Pair]) -> None:
+def test_output_is_that_of_plain_decoding(
+    bundled: Pair, copied: tuple[str, Pair], plain: list[Any]
+) -> None:
     _, with_copy = copied
-    plain, whole, small = (generated(p) for p in (bundled.plain(), bundled, with_copy))
+    whole, small = generated(bundled), generated(with_copy)
     assert [g.token_ids for g in small] == [g.token_ids for g in plain]
     for one, other in zip(whole, small, strict=True):
         assert other.acceptance_length > 1.5
         assert other.acceptance_length == pytest.approx(one.acceptance_length, rel=0.15)
 
 
-def test_a_copy_changes_what_is_drafted_and_no_token(copied: tuple[str, Pair]) -> None:
+def test_a_copy_changes_what_is_drafted_and_no_token(
+    copied: tuple[str, Pair], plain: list[Any]
+) -> None:
     """A copy of nothing: drafts are useless, and the output is the same."""
     _, with_copy = copied
     assert with_copy.drafter is not None
@@ -78,7 +88,7 @@ def test_a_copy_changes_what_is_drafted_and_no_token(copied: tuple[str, Pair]) -
     useless = with_copy.with_params(
         drafter={**params, "head": jax.tree.map(jnp.zeros_like, params["head"])}
     )
-    plain, drafted = generated(with_copy.plain()), generated(useless)
+    drafted = generated(useless)
     assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
     assert max(g.acceptance_length for g in drafted) < 1.2
 
