@@ -181,7 +181,7 @@ def test_the_released_shape_of_8b_can_be_measured(monkeypatch: pytest.MonkeyPatc
         )
         assert [c.k.shape for c in state.caches if c] == [(1, 8, 576, 128)] * 36
         (chunk,) = chunks_of(np.zeros((1, 256), np.int32), 512)
-        state = decode.prefill(spec, *weights, state, chunk)
+        state = decode.prefill(spec, *weights, state, jax.device_put(chunk))
         steps, block = jnp.int32(4), (state, jnp.zeros((1, spec.step_tokens), jnp.int32))
         return [
             (decode_loop(spec, *weights, state, steps), block[1]),
