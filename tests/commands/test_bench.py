@@ -633,7 +633,7 @@ def test_released_shapes_can_be_measured(
             spec, 8, cache_length=576, num_stop_ids=1, cache_dtype=jnp.dtype("bfloat16")
         )
         (chunk,) = measuring.chunks_of(np.zeros((8, 256), np.int32))
-        state = decode.prefill(spec, *weights, state, chunk)
+        state = decode.prefill(spec, *weights, state, jax.device_put(chunk))
         steps, block = jnp.int32(4), (state, jnp.zeros((8, spec.step_tokens), jnp.int32))
         return [
             (decode_loop(spec, *weights, state, steps), block[1]),
