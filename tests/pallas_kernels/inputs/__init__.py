@@ -32,10 +32,6 @@ class Random:
         """Return numbers from low to high."""
         return self._array(self._rng.uniform(low, high, shape), dtype)
 
-    def bits(self, *shape: int) -> np.ndarray:
-        """Return bytes."""
-        return self._rng.integers(0, 256, shape, np.uint8)
-
     @staticmethod
     def _array(values: np.ndarray, dtype: Any) -> jax.Array:
         return jax.device_put(values.astype(jnp.dtype(dtype)))

@@ -25,12 +25,7 @@ class Shape:
     causal: bool = True
 
 
-SLIDING_26B = Shape(16, 8, 256, window=1024)
-SLIDING_31B = Shape(32, 16, 256, window=1024)
-FULL_26B = Shape(16, 2, 512)
 FULL_31B = Shape(32, 4, 512)
-DRAFT_26B = Shape(32, 8, 128, causal=False)
-DRAFT_31B = Shape(64, 8, 128, causal=False)
 
 
 def cached(

@@ -32,17 +32,6 @@ class Shape:
     factor: bool = False
 
 
-ATTENTION_31B = Shape(5376)
-MLP_31B = Shape(5376, factor=True)
-# The MLP, the experts and their router read the sum.
-ATTENTION_26B = Shape(2816, next_norms=2, router=True)
-MLP_26B = Shape(2816, parts=2, factor=True)
-ATTENTION_E4B = Shape(2560)
-ATTENTION_E2B = Shape(1536)
-# The gate of the per-layer input reads the sum without a norm.
-MLP_E2B = Shape(1536, next_norms=0)
-
-
 class Inputs(NamedTuple):
     """Arguments of `add_norm`."""
 

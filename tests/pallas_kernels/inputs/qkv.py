@@ -33,16 +33,6 @@ class Shape:
     norm_values: bool = True
 
 
-SLIDING_31B = Shape(16, 2, 256)
-FULL_31B = Shape(4, 8, 512, extra=1)
-SLIDING_26B = Shape(8, 2, 256)
-FULL_26B = Shape(2, 8, 512, extra=1)
-SLIDING_E2B = Shape(1, 8, 256)
-SHARED_E2B = Shape(1, 8, 256, extra=0)
-DRAFT_QUERIES = Shape(8, 4, 128, extra=0)
-DRAFT_CONTEXT = Shape(8, 0, 128, norm_values=False)
-
-
 def inputs(
     shape: Shape, batch: int, tokens: int, dtype: DTypeLike, seed: int = 0
 ) -> tuple[Array, Array | None, Array | None, Array, Array]:
