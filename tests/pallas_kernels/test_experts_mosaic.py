@@ -16,7 +16,7 @@ from pallas_kernels.experts.permute import add_up, places, spread
 from pallas_kernels.experts.routing import ALIGN, Placed, num_tiles, route_together
 from pallas_kernels.experts.tuning import mosaic_tiling_for
 from tests.cases import slow
-from tests.pallas_kernels.inputs import compiled
+from tests.pallas_kernels.inputs import compiled, gelu
 from tests.pallas_kernels.inputs.experts import (
     GEMMA4_26B_A4B,
     ROUTINGS,
@@ -26,11 +26,6 @@ from tests.pallas_kernels.inputs.experts import (
     inputs,
 )
 from tests.pallas_kernels.layouts import owned
-
-
-def gelu(x: np.ndarray) -> np.ndarray:
-    """Return the approximation by tanh."""
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def multiplied(

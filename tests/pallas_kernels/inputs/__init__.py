@@ -46,6 +46,11 @@ def as_float32(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float32)
 
 
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Return the approximation by tanh."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def difference(a: Any, b: Any) -> float:
     """Return the largest difference between two arrays of numbers."""
     return float(np.max(np.abs(as_float32(a) - as_float32(b))))
