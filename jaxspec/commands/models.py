@@ -122,7 +122,7 @@ class ModelOptions:
         False,
         "With --mesh: this is one of several processes, each started with this same command by "
         "Slurm, Open MPI or Kubernetes; the mesh is over the devices of all, and the first one "
-        "writes.",
+        "writes, or serves.",
     )
 
     compilation_cache: str | None = option(

@@ -62,7 +62,8 @@ HEARTBEAT_S = 30
 def join_processes() -> bool:
     """Join the processes of `jax.distributed`; return whether this is the first of them.
 
-    All run the same rounds on the same prompts, so each has all tokens. The first one shows them.
+    All run the same rounds on the same prompts, so each has all tokens. The first one shows them, or
+    serves them.
     When one of them is gone, JAX ends the others with an error, after `HEARTBEAT_S` at most.
 
     Raises:
@@ -79,6 +80,7 @@ def join_processes() -> bool:
         jax.distributed.shutdown
     )  # it waits for the others: the first process serves them
     interruption.take_back()  # JAX took SIGTERM for a notice of preemption, which nobody reads
+    start_devices()  # now, with our share of a GPU: comparing processes would start them with JAX's own
     return jax.process_index() == 0
 
 
@@ -100,6 +102,34 @@ def check_agreement(what: str, mine: object) -> None:
             f"--distributed: the {what} of process {', '.join(map(str, others))} are not those of "
             "process 0; run the same command with the same files in all"
         )
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Go on behind this block in all processes of `jax.distributed`, or in none.
+
+    Raises:
+      UsageError: the block failed in another process. Its own errors are raised as they are.
+    """
+    error = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure
+    if jax.distributed.is_initialized():
+        failed = multihost_utils.process_allgather(np.asarray(error is not None))
+        numbers = np.flatnonzero(failed).tolist()
+        if numbers and error is None:
+            listed = ", ".join(map(str, numbers))
+            raise UsageError(f"--distributed: process {listed} cannot start; it says why")
+    if error is not None:
+        raise error
+
+
+def smallest(number: int) -> int:
+    """Return the smallest of a number of all processes. Each measures its own memory."""
+    of_all = multihost_utils.process_allgather(np.frombuffer(np.int64(number).tobytes(), np.uint8))
+    return int(np.ascontiguousarray(of_all).view(np.int64).min())
 
 
 def set_compilation_cache(path: str | None, console: Console) -> None:

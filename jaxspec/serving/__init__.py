@@ -7,6 +7,7 @@
 | JSON to a checked body | `protocol` |
 | body to requests of the engine | `parse_request`, with `structured_outputs` |
 | requests and their outputs | `open_engine`, `handle` |
+| calls to the engines of other processes | `processes`, with `reply_end` |
 | outputs to a reply | `completions` or `responses`, with `reply_format` |
 | a client that disconnects | `disconnect`, `event_stream` |
 

@@ -264,6 +264,15 @@ class OpenEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
+    def fail(self, reason: str) -> None:
+        """End all requests with an error, while the device may never return."""
+        with self._changed:
+            if self._state in ("closed", "failed"):
+                return
+            self._state = "failed"  # of two that fail, the first one has its say
+        LOG.error("the engine has failed: %s", reason)
+        self._end("failed", reason)
+
     def _with_ids(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests, each with an id.
 
@@ -293,9 +302,7 @@ class OpenEngine:
         error: BaseException | None = None
         try:
             if self._warm_up:
-                self.engine.warm_up()
-                gc.collect()
-                gc.freeze()  # else Python walks over all that compiling left, for 0.4 to 0.8 s each time
+                warm_up(self.engine)
             with self._changed:
                 if self._state == "loading":
                     self._state = "ready"
@@ -304,9 +311,14 @@ class OpenEngine:
         except BaseException as failure:
             LOG.exception("the engine has failed, and takes no more requests")
             error = failure
+        self._end("closed" if error is None else "failed", error)
+
+    def _end(self, state: State, error: object) -> None:
+        """End with a state, and all requests and calls that are left with an error."""
         with self._changed:
-            self._state = "closed" if error is None else "failed"
+            self._state = state
             calls, self._calls = self._calls, deque()
+            self._changed.notify_all()
         for _, future in calls:
             future.cancel()
         self._publish(
@@ -384,7 +396,8 @@ class OpenEngine:
         waiters: list[Waiter] = []
         now = time.monotonic()
         for output in outputs:
-            handle = self._live[output.id]
+            if (handle := self._live.get(output.id)) is None:  # `fail` has ended it
+                continue
             before = handle.newest
             new = len(output.token_ids) - (len(before.token_ids) if before else 0)
             since_s = None if before is None else now - handle.last_s
@@ -394,7 +407,7 @@ class OpenEngine:
                     handle.first_token_s = now - handle.submitted_s
             if isinstance(output, Completion):
                 with self._changed:
-                    del self._live[output.id]
+                    self._live.pop(output.id, None)
                     self._leaving.pop(output.id, None)
                     self._changed.notify_all()
             waiters += handle.update(output)
@@ -413,6 +426,16 @@ class OpenEngine:
                 self._observer.done(handle, output)
         except Exception:
             LOG.exception("an observer of the engine failed")
+
+
+def warm_up(engine: EngineProtocol) -> None:
+    """Compile every program of an engine, and keep what is left of it from Python's garbage collector.
+
+    Python walked over all of that for 0.4 to 0.8 s each time.
+    """
+    engine.warm_up()
+    gc.collect()
+    gc.freeze()
 
 
 def _run_call(function: Callable[[], Any], future: Future[Any]) -> None:

@@ -13,7 +13,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxspec.serving.protocol import (
     CompletionRequest,
     GenerationRequest,
 )
+from jaxspec.serving.reply_end import EndRules, reply_end
 from jaxspec.serving.settings import Settings
 from jaxspec.serving.structured_outputs import (
     StructuredOutput,
@@ -43,12 +44,11 @@ from jaxspec.text.chat.tools import force
 from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.text.image_prompts import MessageImage, place_images, read_images, take_images
 from jaxspec.text.images import ImagePatches
-from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
+from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of /v1/completions; the protocol's own number."""
 MAX_STOPS = 16
-StopAt = Callable[[Sequence[int]], int | None]
 _OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _OF_REQUEST = ("presence_penalty", "frequency_penalty")
 _PENALTIES = Range("from -2 to 2", lambda x: abs(x) <= 2)
@@ -376,8 +376,13 @@ class ServingModel:
                 f"{self.settings.max_n} completions of one request",
                 param="n",
             )
-        stops, is_chat = _stops(request.stop), isinstance(request, ChatCompletionRequest)
-        tools = tools or chat.ToolChoice()
+        stops, tools = _stops(request.stop), tools or chat.ToolChoice()
+        ends = EndRules(
+            stops,
+            is_chat=isinstance(request, ChatCompletionRequest),
+            calls=tools.calls,
+            first_call=tools.calls and not tools.parallel,
+        )
         seed = secrets.randbits(32) if request.seed is None else request.seed
         eos = () if request.ignore_eos else self.generation.eos_token_ids
         stop_ids = {*eos, *(request.stop_token_ids or ())}
@@ -404,7 +409,7 @@ class ServingModel:
                     max_tokens,
                     # Without a seed in the request, equal prompts give different replies.
                     sample=sample + (index * n if request.seed is None else 0),
-                    stop_at=self._stop_at(prompt, stops, tools, is_chat=is_chat),
+                    stop_at=reply_end(self.tokenizer, prompt, ends),
                     **shared,
                 )
                 for index, prompt in enumerate(prompts)
@@ -424,26 +429,6 @@ class ServingModel:
             tools=tools,
             return_steps=bool(request.return_steps and request.stream),
         )
-
-    def _stop_at(
-        self,
-        prompt: tuple[int, ...],
-        stops: tuple[str, ...],
-        tools: chat.ToolChoice,
-        *,
-        is_chat: bool,
-    ) -> StopAt | None:
-        """Return the function that ends a reply at a stop text, or behind its only allowed call."""
-        functions: list[StopAt] = []
-        if stops and is_chat:
-            functions.append(chat.StopText(self.tokenizer, prompt, stops, calls=tools.calls))
-        elif stops:
-            functions.append(stop_at_text(self.tokenizer, stops))
-        if tools.calls and not tools.parallel:
-            functions.append(chat.FirstCall(self.tokenizer, prompt))
-        if len(functions) < 2:
-            return functions[0] if functions else None
-        return lambda ids: min((n for f in functions if (n := f(ids)) is not None), default=None)
 
     def _check_ids(self, prompts: Sequence[tuple[int, ...]]) -> None:
         for prompt in prompts:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,3 +93,41 @@ def generate(invoke: Run) -> Run:
         return invoke("generate", *arguments, *args, stdin=stdin)
 
     return run
+
+
+@contextlib.contextmanager
+def two_processes(
+    checkpoints: Path, command: Sequence[str], *args: Sequence[str]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start a command with `--distributed` twice, each with its own arguments, as Open MPI's `mpirun` does.
+
+    To a file: on CPUs the library that the processes talk through has a line of its own for standard output.
+    """
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "JAX_PLATFORMS": "cpu",
+        "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "JAX_COORDINATOR_PORT": str(port),
+    }
+    with contextlib.ExitStack() as stack:
+        pair = []
+        for rank, own in enumerate(args):
+            of_rank = {
+                name: str(rank) for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+            }
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jaxspec", *command, "--distributed", *own],
+                cwd=checkpoints,
+                env=os.environ | environment | of_rank,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            pair.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield pair

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
-import socket
 import subprocess
 import sys
 import time
@@ -28,8 +26,9 @@ from jaxspec.engine.request import Completion, Update
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.loading import load_target
 from tests import tiny_pair
-from tests.commands.conftest import Run
+from tests.commands.conftest import Run, two_processes
 
+GENERATE = ["generate", "--target", "target", "--drafter", "drafter", "--mesh", "data=2,model=1"]
 KEYS = [
     "index",
     "digest",
@@ -682,50 +681,6 @@ def test_the_bundled_pair_writes_text_on_a_terminal(tmp_path: Path) -> None:
     assert "bundled target + bundled dflash · float32 on cpu" in table
 
 
-def two_processes(
-    checkpoints: Path, *args: Sequence[str]
-) -> contextlib.AbstractContextManager[list[subprocess.Popen[str]]]:
-    """Start `jaxspec generate` twice, each with its own arguments, in the environment that Open MPI's `mpirun` sets.
-
-    To a file: on CPUs the library that the processes talk through has a line of its own for standard output.
-    """
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    models = ["--target", "target", "--drafter", "drafter"]
-    command = ["generate", *models, "--distributed", "--mesh", "data=2,model=1"]
-    environment = {
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "JAX_COORDINATOR_PORT": str(port),
-    }
-
-    @contextlib.contextmanager
-    def running() -> Iterator[list[subprocess.Popen[str]]]:
-        with contextlib.ExitStack() as stack:
-            pair = []
-            for rank, own in enumerate(args):
-                of_rank = {
-                    name: str(rank)
-                    for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-                }
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "jaxspec", *command, *own],
-                    cwd=checkpoints,
-                    env=os.environ | environment | of_rank,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                pair.append(stack.enter_context(process))
-                stack.callback(process.kill)
-            yield pair
-
-    return running()
-
-
 @pytest.mark.slow  # two more processes that compile
 def test_two_processes_write_what_one_does(
     generate: Run, checkpoints: Path, tmp_path: Path
@@ -734,7 +689,7 @@ def test_two_processes_write_what_one_does(
     args = ["a", "b", "--cache-length", "64", "--max-new-tokens", "12", "--json"]
     expected = generate(*args, "-", "--batch-size", "2").rows
     of_each = [[*args, str(tmp_path / f"{rank}.jsonl")] for rank in range(2)]
-    with two_processes(checkpoints, *of_each) as pair:
+    with two_processes(checkpoints, GENERATE, *of_each) as pair:
         (_, errors), (_, second_errors) = [process.communicate(timeout=600) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], errors + second_errors
     (written,) = tmp_path.iterdir()
@@ -748,7 +703,7 @@ def test_two_processes_write_what_one_does(
 @pytest.mark.slow  # two more processes
 def test_processes_that_disagree_end_with_an_error(checkpoints: Path) -> None:
     args = ["a", "b", "--max-new-tokens"]
-    with two_processes(checkpoints, [*args, "12"], [*args, "13"]) as pair:
+    with two_processes(checkpoints, GENERATE, [*args, "12"], [*args, "13"]) as pair:
         outputs = [process.communicate(timeout=120) for process in pair]
     assert [process.returncode for process in pair] == [2, 2], outputs
     for _, errors in outputs:
@@ -764,7 +719,7 @@ def test_a_process_that_dies_ends_the_other(checkpoints: Path, tmp_path: Path, g
     sizes = ["--batch-size", "2", "--cache-length", "64", "--max-new-tokens", "40"]
     args = ["--prompts", str(prompts), *sizes, "--json"]
     of_each = [[*args, str(tmp_path / f"{rank}.jsonl")] for rank in range(2)]
-    with two_processes(checkpoints, *of_each) as pair:
+    with two_processes(checkpoints, GENERATE, *of_each) as pair:
         rows, begun = tmp_path / "0.jsonl", time.monotonic()
         while not rows.exists() or not rows.read_text():
             assert [process.poll() for process in pair] == [None, None]

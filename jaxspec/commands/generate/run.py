@@ -104,6 +104,7 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             json_path = json_path and os.devnull
             console = Console(quiet=True)  # errors are raised, and printed by each process
+        prepare(models, console)
         if models.distributed:
             same = dataclasses.replace(options, text=dataclasses.replace(text, json_path=None))
             check_agreement("versions", versions("jax", "jaxlib", "numpy"))
@@ -113,7 +114,6 @@ def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Conso
             rows = stack.enter_context(open_rows(json_path, overwrite=text.overwrite))
             for row in rows.read():
                 tally.add(row)
-        prepare(models, console)
         if models.target and not models.drafter:
             note(console, "no --drafter was given: decoding plainly, one token a step")
         with console.status("[dim]loading the models"):

@@ -21,7 +21,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 @command
 def serve(
     network: Annotated[NetworkOptions, Fields("Network")],
-    models: Annotated[ModelOptions, Fields("Models", without=("target", "distributed"))],
+    models: Annotated[ModelOptions, Fields("Models", without=("target",))],
     programs: Annotated[ProgramOptions, Fields("Engine")],
     drafting: Annotated[Drafting, Fields("Engine", without=("synthetic_acceptance",))],
     settings: Annotated[Settings, Fields("Clients")],

@@ -9,8 +9,10 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -18,16 +20,22 @@ from jaxspec import row_subset
 from jaxspec.api import BUNDLED
 from jaxspec.commands import interruption
 from jaxspec.commands.dry_run import Plan, write
+from jaxspec.commands.generate.rows import models_digest
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError, note
 from jaxspec.commands.prefixes import GIB, prefix_bytes
 from jaxspec.commands.serve.network_options import NetworkOptions
 from jaxspec.commands.startup import (
+    check_agreement,
     has_all_files,
+    join_processes,
     load_models,
     out_of_memory_explained,
     prepare,
     shorten,
+    smallest,
+    together,
+    versions,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine.engine import Engine
@@ -41,12 +49,13 @@ from jaxspec.options import (
 )
 from jaxspec.runtime.prefill import on_cpu
 from jaxspec.runtime.runtime import cache_length_for, make_spec
-from jaxspec.serving import server
+from jaxspec.serving import processes, server
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.middleware import JsonLines
 from jaxspec.serving.open_engine import OpenEngine
 from jaxspec.serving.parse_request import ServingModel
+from jaxspec.serving.processes import LeadingEngine, watch
 from jaxspec.serving.prompt_logprobs import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
 from jaxspec.state import DecodeSpec
@@ -81,26 +90,23 @@ def run(
         settings = dataclasses.replace(settings, api_key=(key,))
     if network.dry_run:
         return dry_run(models, programs, drafting, console)
+    if models.distributed and not join_processes():
+        return follow(models, programs, drafting, console)
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory_explained("--slots", "--cache-length"))
-        bound = stack.enter_context(contextlib.closing(bind(network)))
-        check_tls(network)
-        prepare(models, console)
+        with together():
+            bound = stack.enter_context(contextlib.closing(bind(network)))
+            check_tls(network)
+            prepare(models, console)
         if models.target and not models.drafter:
             note(console, "no --drafter was given: decoding plainly, one token a step")
-        with console.status("[dim]loading the models"):
-            target, drafter = load_models(models, vision=True)
-        tokenizer = Tokenizer.load(target.directory)
-        grammars, no_grammars = grammars_of(target, tokenizer, programs, drafting)
-        program_features = dataclasses.replace(
-            programs.program_features, grammars=grammars is not None
-        )
-        engine = make_engine(target, drafter, programs, program_features, drafting)
+        loaded = load(models, programs, drafting, console)
+        target, engine, scorer = loaded.target, loaded.engine, loaded.scorer
         model = ServingModel(
             names=settings.served_model_name or (name_of(target),),
-            tokenizer=tokenizer,
-            grammars=grammars,
-            no_grammars=no_grammars,
+            tokenizer=loaded.tokenizer,
+            grammars=loaded.grammars,
+            no_grammars=loaded.no_grammars,
             spec=engine.spec,
             generation=target.generation or GenerationDefaults(),
             cache_length=engine.cache_length,
@@ -108,16 +114,18 @@ def run(
             num_stop_ids=engine.num_stop_ids,
         )
         metrics = Metrics(model.names[0])
-        scorer = PromptScorer(target, programs.max_logprobs)
         log_to_stderr()
+        leading = LeadingEngine(engine, scorer) if models.distributed else None
         open_engine = OpenEngine(
-            engine,
+            leading or engine,
             max_waiting=settings.max_waiting,
             warm_up=not network.no_warm_up,
             observer=metrics,
         )
+        if leading:
+            watch(open_engine.fail)
         runner = server.make_server(
-            make_app(model, open_engine, scorer, metrics),
+            make_app(model, open_engine, leading.score if leading else scorer, metrics),
             open_engine,
             drain_s=network.drain_timeout,
             tls_cert=network.tls_cert,
@@ -140,12 +148,87 @@ def run(
         runner.run(sockets=[bound])
         open_engine.close(server.CLOSE_S)
     if open_engine.state == "failed":
-        raise UsageError("the engine has failed; the log says why")
+        failed = "the engine has failed; the log says why"
+        if leading:  # exit functions would wait for the other processes, which wait for this one
+            console.print(f"error: {failed}", style="red", markup=False, soft_wrap=True)
+            interruption.leave(2)
+        raise UsageError(failed)
     code = 130 if runner.signal == signal.SIGINT else 0
+    if leading and not open_engine.is_working:
+        leading.end()
+        jax.distributed.shutdown()
     if runner.num_unfinished or open_engine.is_working:
         interruption.leave(code)
     if code:
         raise SystemExit(code)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All that each process of a server has."""
+
+    target: LoadedModel
+    tokenizer: Tokenizer
+    grammars: GrammarTokens | None
+    no_grammars: str
+    engine: Engine
+    scorer: PromptScorer
+
+
+def load(
+    models: ModelOptions, programs: ProgramOptions, drafting: Drafting, console: Console
+) -> Loaded:
+    """Load the models, and make the engine. All processes of a server have to call this together.
+
+    Raises:
+      USER_ERRORS, UsageError: the server cannot start.
+    """
+    if models.distributed:
+        check_agreement("versions", versions("jax", "jaxlib", "numpy"))
+        check_agreement("options", (models, programs, drafting))
+    with console.status("[dim]loading the models"), together():
+        target, drafter = load_models(models, vision=True)
+        tokenizer = Tokenizer.load(target.directory)
+    grammars, no_grammars = grammars_of(target, tokenizer, programs, drafting)
+    program_features = dataclasses.replace(programs.program_features, grammars=grammars is not None)
+    engine = make_engine(target, drafter, programs, program_features, drafting)
+    if models.distributed:
+        check_agreement("models", models_digest(engine.spec, target, drafter))
+        sizes = engine.batch_size, engine.read_ahead, engine.cache_length, engine.runtime.paging
+        check_agreement("caches, which --cache-tokens and --prefix-gib make alike,", sizes)
+    scorer = PromptScorer(target, programs.max_logprobs)
+    return Loaded(target, tokenizer, grammars, no_grammars, engine, scorer)
+
+
+def follow(
+    models: ModelOptions, programs: ProgramOptions, drafting: Drafting, console: Console
+) -> None:
+    """Make the calls of the first process until it ends.
+
+    Raises:
+      USER_ERRORS, UsageError: the server cannot start.
+    """
+    quiet = Console(quiet=True)
+    with together():
+        prepare(models, quiet)
+    with out_of_memory_explained("--slots", "--cache-length"):
+        loaded = load(models, programs, drafting, quiet)
+    who = f"process {jax.process_index()}"
+    signals: list[int] = []
+
+    def leave_to_first(number: int) -> bool:
+        """Return whether this process goes on: a launcher's signal comes to the first one, which drains."""
+        signals.append(number)
+        note(console, f"{who} ends when process 0 has drained; a second signal ends it now")
+        return len(signals) == 1
+
+    interruption.ask_first(leave_to_first)
+    console.print(f"{who} follows process 0, and serves no HTTP", markup=False, soft_wrap=True)
+    try:
+        processes.follow(loaded.engine, loaded.scorer, loaded.tokenizer)
+    except Exception:
+        console.print_exception()
+        interruption.leave(1)
 
 
 def dry_run(
@@ -221,6 +304,9 @@ def grammars_of(
     target: LoadedModel, tokenizer: Tokenizer, programs: ProgramOptions, drafting: Drafting
 ) -> tuple[GrammarTokens | None, str]:
     """Return the tokenizer's side of grammars; or None, and the message that refuses grammars."""
+    if jax.process_count() > 1:
+        message = "this server runs in several processes, which follow no grammars; use one process"
+        return None, message
     if programs.no_grammars:
         return None, "this server was started with --no-grammars"
     if drafting.tree is not None:
@@ -260,6 +346,8 @@ def make_engine(
     engine = Engine(target, drafter, **shared)
     shared["read_ahead"] = engine.read_ahead
     nbytes = prefix_bytes(engine, programs.prefix_gib, takes_all=tokens == "auto")
+    if jax.process_count() > 1:
+        nbytes = smallest(nbytes)
     host_bytes = int(programs.prefix_host_gib * GIB)
     if host_bytes and not nbytes:
         raise FieldError("prefix_host_gib", HOLDS_NONE)
