@@ -3,10 +3,10 @@
     python -m scripts.measure_chosen_lengths [--json out/chosen_lengths.json]
     python -m scripts.measure_chosen_lengths --bundled --rows 4 --new-tokens 64 --level 1.5   (on a CPU)
 
-The models have random weights: the first layers of 26B-A4B and DFlash. What a draft is worth is therefore made up,
+The models have random weights: 26B-A4B, or its first layers, and DFlash. What a draft is worth is therefore made up,
 and all work is done. Each draft has a chance, by the ease of its row, which is drawn anew every 8 steps. The chance is
 the draft's confidence, and with that chance it is accepted. A level is the mean tokens of a step that verifies all
-drafts. All rows begin together, and none comes after them. Each line of the table is of one level:
+drafts. Each line of the table is of one level:
 
     plain             tokens a second of an engine without a drafter
     full              of one that verifies all drafts (`never`)
@@ -16,9 +16,12 @@ drafts. All rows begin together, and none comes after them. Each line of the tab
 Figures are medians of some repeats, and in brackets is the slowest one. Time counts from the first tokens of the rows
 on. Compiling is left out, and so are Python's walks over what compiling left: a server keeps them from its collector
 too. One engine has the drafter: its `draft_length` is another one for each column, so that a step of all drafts is the
-same program in all of them. Programs for few rows are left out, which would take most of the time to compile, so the
-last rows of a run take steps of all rows in every column. The JSON has the drafts that each run verified, and the
+same program in all of them. The JSON has the drafts that each run verified, and the
 seconds of a step of each number: they tell a wrong choice from lost time.
+
+Each slot has two requests, and a run ends when all rows together have the tokens of one for each slot. So no slot is
+ever empty. Without the second requests all rows of plain decoding would end together, and of drafted rows the unlucky
+ones would end last, in steps that cost as much as those of all rows.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import gc
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from unittest import mock
@@ -173,8 +176,8 @@ class Measured(NamedTuple):
     """One run of all requests.
 
     Attributes:
-      tokens: after the first tokens of rows.
-      steps: steps of rows, by the drafts that they verified.
+      tokens: after the first ones.
+      steps: steps of rows, by the drafts that they verified. Some are later than these tokens.
     """
 
     tokens: int
@@ -187,19 +190,32 @@ class Measured(NamedTuple):
         return self.tokens / self.seconds
 
 
-def measured(engine: Engine, requests: Sequence[Request]) -> Measured:
-    """Run all requests, and count from their first tokens on."""
-    begin, ends, first, done = 0.0, 0.0, {}, []
-    for event in engine.run(requests):
-        ends = time.perf_counter()
-        begin = begin or ends
-        assert not isinstance(event, Completion) or event.error is None, event
-        first.setdefault(event.id, len(event.token_ids))
-        if isinstance(event, Completion):
-            done.append(event)
-    tokens = sum(len(c.token_ids) - first[c.id] for c in done)
-    steps = Counter(length for c in done for length in c.verify_lengths)
-    return Measured(tokens, ends - begin, dict(sorted(steps.items())))
+def measured(engine: Engine, requests: Sequence[Request], tokens: int) -> Measured:
+    """Run requests until their rows have so many tokens more, and cancel the rest of them.
+
+    Time counts from the first tokens of all slots on. There have to be enough requests for full slots.
+    """
+    so_far: dict[Hashable, int] = {}
+    done: dict[Hashable, Completion] = {}
+    begin, before = 0.0, 0
+    compile_s = engine.timings.compile_s
+    engine.reset()
+    for id, request in enumerate(requests):
+        engine.add(dataclasses.replace(request, id=id))
+    while not begin or sum(so_far.values()) < before + tokens:
+        events = engine.step()
+        so_far |= {event.id: len(event.token_ids) for event in events}
+        done |= {event.id: event for event in events if isinstance(event, Completion)}
+        if not begin and len(so_far) >= engine.batch_size:
+            begin, before = time.perf_counter(), sum(so_far.values())
+    ends, made = time.perf_counter(), sum(so_far.values()) - before
+    for id in so_far.keys() - done.keys():
+        engine.cancel(id)
+    done |= {event.id: event for event in engine.step() if isinstance(event, Completion)}
+    assert engine.timings.compile_s == compile_s, "a program was compiled meanwhile"
+    assert not any(completion.error for completion in done.values()), done
+    steps = Counter(length for c in done.values() for length in c.verify_lengths)
+    return Measured(made, ends - begin, dict(sorted(steps.items())))
 
 
 def with_choice(known: DraftLengthController, choose: str) -> DraftLengthController:
@@ -222,11 +238,15 @@ def compare(
     levels: Sequence[float],
     repeats: int,
 ) -> Iterator[tuple[float, dict[int, float], dict[str, list[Measured]]]]:
-    """Yield each level, the seconds of a step by drafts, and the runs of all kinds, with a row for each prompt."""
+    """Yield each level, the seconds of a step by drafts, and the runs of all kinds.
+
+    There is a slot for each prompt, and two requests with it.
+    """
+    asked_tokens = len(prompts) * (new_tokens - 1)
 
     def requests(chance: float) -> list[Request]:
         sampling = Sampling(top_p=chance)
-        return [Request(p, new_tokens, sampling, seed=i) for i, p in enumerate(prompts)]
+        return [Request(p, new_tokens, sampling, seed=i) for i, p in enumerate([*prompts] * 2)]
 
     options: dict[str, Any] = dict(requests=requests(1.0), batch_size=len(prompts))
     plain = Engine.fitting(target, None, **options)
@@ -239,19 +259,19 @@ def compare(
     costs = {drafts: use.step_s or 0.0 for drafts, use in known.used.items()}
     engine.draft_length = with_choice(known, "always")
     for made in (plain, engine):
-        measured(made, requests(0.5)[:1])  # a first run takes longer
+        measured(made, requests(0.5), len(prompts) * 16)  # a first run takes longer
     gc.collect()
     gc.freeze()
     for level in levels:
         asked = requests(middling_chance(level, engine.spec.num_draft_tokens))
         runs: dict[str, list[Measured]] = defaultdict(list)
         for _ in range(repeats):
-            runs["plain"].append(measured(plain, asked))
+            runs["plain"].append(measured(plain, asked, asked_tokens))
             for choose in ("never", "always", "survival"):
                 engine.draft_length = with_choice(known, choose)
-                runs[choose].append(measured(engine, asked))
+                runs[choose].append(measured(engine, asked, asked_tokens))
                 if choose != "never":
-                    runs[f"{choose}, again"].append(measured(engine, asked))
+                    runs[f"{choose}, again"].append(measured(engine, asked, asked_tokens))
         yield level, costs, runs
 
 

@@ -197,7 +197,7 @@ class DraftLengthController:
             self.gate.add(kind, bucket, tokens, len(new), steps, counted_s, seconds)
         if self._chooses:  # its verified drafts are the likelier ones
             return
-        accepted, counts = np.unique(np.maximum(new, 1) - 1, return_counts=True)
+        counts = np.bincount(np.maximum(new, 1) - 1)
         if is_new:  # the first call of a program takes longer than others will
             compile_s = self.runtime.timings.compile_s - compile_s
             self._compile_s = max(self._compile_s, compile_s)
@@ -206,7 +206,7 @@ class DraftLengthController:
             len(new) / steps,
             steps,
             None if is_new else seconds,
-            dict(zip(accepted.tolist(), counts.tolist(), strict=True)),
+            {n: count for n, count in enumerate(counts.tolist()) if count},
             begun if chooser.costs.small_batches else None,
         )
 

@@ -17,9 +17,11 @@ Nothing here knows models or devices. `draft_length` uses the chooser for an eng
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 MAX_PROGRAMS = 5
@@ -89,6 +91,7 @@ class Acceptance:
         """Begin without any evidence."""
         self.hits = [0.0] * depth
         self.trials = [0.0] * depth
+        self._tokens: list[float] = []  # of a step, by its length; empty until someone asks
 
     @property
     def is_empty(self) -> bool:
@@ -110,6 +113,7 @@ class Acceptance:
         for depth in range(length):
             self.trials[depth] += sum(n for count, n in accepted.items() if count >= depth)
             self.hits[depth] += sum(n for count, n in accepted.items() if count > depth)
+        self._tokens = []
 
     def rates(self) -> list[float]:
         """Return the rate at each depth. With little evidence it is close to that of the depth before."""
@@ -121,11 +125,10 @@ class Acceptance:
 
     def tokens(self, length: int) -> float:
         """Return the expected tokens of a step that verifies `length` drafts."""
-        return 1.0 + sum(math.prod(rates) for rates in _prefixes(self.rates()[:length]))
-
-
-def _prefixes(rates: Sequence[float]) -> Iterable[Sequence[float]]:
-    return (rates[: i + 1] for i in range(len(rates)))
+        if not self._tokens:
+            survival = accumulate(self.rates(), operator.mul)
+            self._tokens = [*accumulate(survival, initial=1.0)]
+        return self._tokens[length]
 
 
 def bucket_of(rows: float) -> int:
@@ -192,16 +195,12 @@ class Costs:
         self.small_batches: tuple[int, ...] = ()  # rows of small-batch programs, ascending
         self.table: dict[tuple[int, int], float] = {}
         self._times: dict[tuple[int, int], deque[float]] = {}
-        self._pace: deque[float] = deque([1.0], maxlen=PACE_CALLS)
+        self._paces: deque[float] = deque([1.0], maxlen=PACE_CALLS)
+        self.pace = 1.0  # current seconds for one second of the table
 
     def bucket(self, rows: float) -> int:
         """Return the bucket of active rows: the rows of their small-batch program, or `bucket_of`."""
         return bucket_of(next((size for size in self.small_batches if size >= rows), rows))
-
-    @property
-    def pace(self) -> float:
-        """Current seconds for one second of the table."""
-        return statistics.median(self._pace)
 
     def add(self, length: int, rows: float, seconds: float, *, in_use: bool = False) -> None:
         """Count the time of a step.
@@ -213,7 +212,8 @@ class Costs:
         key = length, self.bucket(rows)
         times = self._times.setdefault(key, deque(maxlen=TRIES))
         if in_use and len(times) >= FIRST_TIMES:
-            self._pace.append(seconds / self.table[key])
+            self._paces.append(seconds / self.table[key])
+            self.pace = statistics.median(self._paces)
             return
         now = seconds / self.pace
         if len(times) >= FIRST_TIMES:  # another process causes most of the much longer ones
