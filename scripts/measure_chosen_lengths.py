@@ -222,6 +222,7 @@ def with_choice(known: DraftLengthController, choose: str) -> DraftLengthControl
     """Return a controller that knows what a warm one knows of costs, and has seen no text."""
     fresh = copy.copy(known)
     fresh.choose = choose
+    fresh._call = fresh._result = fresh._prepared = None
     fresh.chooser, fresh.gate = copy.deepcopy((known.chooser, known.gate))
     if choose != "survival":
         fresh.gate = None

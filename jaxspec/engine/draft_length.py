@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import logging
 import math
+import statistics
 import time
 import typing
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from jaxspec.engine.draft_length_policy import (
     Choice,
     Chooser,
     Costs,
+    GateChoice,
     Prospects,
     SurvivalGate,
     ladder,
@@ -57,8 +59,53 @@ class LengthUse(NamedTuple):
     step_s: float | None
 
 
+class Times(NamedTuple):
+    """Seconds of calls of so many steps, and of one step. There are none if rows ended before."""
+
+    steps: int
+    seconds: list[float]
+    of_one_step: float
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of a call, beside its steps."""
+        if self.steps < 2 or not self.seconds:
+            return 0.0
+        of_steps = min(self.seconds)
+        return max((self.of_one_step * self.steps - of_steps) / (self.steps - 1), 0.0)
+
+
+class _Call(NamedTuple):
+    """A decode call, as it was chosen.
+
+    Attributes:
+      choice: of its steps and its verify length.
+      gate: the kind of its steps.
+      key: what the choice depends on, beside what was learned.
+      rows: that it decodes.
+      is_new: whether no step of its length was ever timed.
+      compile_s: seconds of compiling before it.
+    """
+
+    choice: Choice
+    gate: GateChoice
+    key: tuple[int, int, bool]
+    rows: int
+    is_new: bool
+    compile_s: float
+
+    @property
+    def is_usual(self) -> bool:
+        """Return whether it tries nothing."""
+        return not self.gate.is_try and self.choice.steps == self.key[1]
+
+
 class DraftLengthController:
     """Chooses the verify length of an engine's decode calls.
+
+    While the device works on a call, `prepare` learns from the one before it and chooses the next
+    one. So a choice costs the device no time, and knows all calls but the newest. After a try, and
+    in the first calls of a length, nothing is prepared: such a choice knows all of them.
 
     The length is fixed without a drafter, with a draft tree, with `invariant`, and if several
     processes have to run the same program.
@@ -96,8 +143,9 @@ class DraftLengthController:
         self.gate = SurvivalGate(self.chooser.credit) if self.chooser and spec.widths else None
         self._choosing = Costs()  # of steps that choose, by the width that they take
         self._compile_s = 0.0  # of a decode program
-        self._call: tuple[int, bool, float, int] | None = None
-        self._chooses = False  # whether steps of that call choose
+        self._call: _Call | None = None  # the newest one
+        self._result: tuple[_Call, Sequence[np.ndarray], float] | None = None  # not learned yet
+        self._prepared: _Call | None = None
         self._is_warm = False  # whether their program is compiled, and all lengths are timed
         self._logged, self._logged_s = True, -math.inf  # whether it drafted then
 
@@ -106,6 +154,7 @@ class DraftLengthController:
         """Use of each length; empty if the length is fixed."""
         if (chooser := self.chooser) is None:
             return {}
+        self._learn_result()
         rows = self.runtime.batch_size
         return {v: LengthUse(chooser.steps[v], chooser.costs.of(v, rows)) for v in chooser.lengths}
 
@@ -118,39 +167,60 @@ class DraftLengthController:
         """
         if (chooser := self.chooser) is None:
             return Choice(max_steps, self.runtime.spec.num_draft_tokens)
-        choice = Choice(max_steps, chooser.full)
         if any(r.grammar is not None for r in running):
-            self._call = (
-                None  # its steps wait for the host too, so their times mean nothing for others
-            )
-            return choice
-        anew = self.choose in ("always", "survival")
-        if anew or all(r.sampling.temperature == 0 for r in running):
-            choice = chooser.next(len(running), max_steps, self._compile_s)
-            self._log_change(chooser, len(running))
-        choice = self._with_costs(chooser, choice, len(running), max_steps)
-        self._chooses = choice.costs is not None
-        is_new = not chooser.steps[choice.length] and not chooser.costs.is_known(choice.length)
-        self._call = choice.length, is_new, self.runtime.timings.compile_s, len(running)
-        return choice
+            # Its steps wait for the host too, so their times mean nothing for others.
+            self._call = self._prepared = None
+            return Choice(max_steps, chooser.full)
+        rows, anew = len(running), self.choose in ("always", "survival")
+        may_choose = anew or all(r.sampling.temperature == 0 for r in running)
+        key = chooser.costs.bucket(rows), max_steps, may_choose
+        call, self._prepared = self._prepared, None
+        if call is None or call.key != key:
+            self._learn_result()
+            call = self._chosen(key, rows)
+        self._call = call._replace(rows=rows)
+        return call.choice
 
-    def _with_costs(self, chooser: Chooser, choice: Choice, rows: int, max_steps: int) -> Choice:
+    def prepare(self) -> None:
+        """Learn from the last result and choose the call after the running one, while the device works."""
+        if self.chooser is None:
+            return
+        self._learn_result()
+        if (call := self._call) is not None and call.is_usual:
+            self._prepared = self._chosen(call.key, call.rows)
+
+    def _chosen(self, key: tuple[int, int, bool], rows: int) -> _Call:
+        """Choose a call. `key` is as in `_Call`."""
+        chooser, (_, max_steps, may_choose) = self.chooser, key
+        assert chooser is not None
+        choice = Choice(max_steps, chooser.full)
+        if may_choose:
+            choice = chooser.next(rows, max_steps, self._compile_s)
+            self._log_change(chooser, rows)
+        choice, gate = self._with_costs(chooser, choice, rows, max_steps)
+        is_new = not chooser.steps[choice.length] and not chooser.costs.is_known(choice.length)
+        return _Call(choice, gate, key, rows, is_new, self.runtime.timings.compile_s)
+
+    def _with_costs(
+        self, chooser: Chooser, choice: Choice, rows: int, max_steps: int
+    ) -> tuple[Choice, GateChoice]:
         """Let the steps of a call choose, if that is quicker. Tries of other lengths stay as they are."""
         is_usual = choice == (max_steps, chooser.current, None)
         of_width = {v: self._choosing.of(v, rows) for v in self.runtime.spec.widths}
         costs = {v: cost * chooser.costs.pace for v, cost in of_width.items() if cost}
         if self.gate is None or not (self._is_warm and is_usual) or len(costs) < len(of_width):
-            return choice
+            is_try = not is_usual
+            return choice, GateChoice(False, choice.steps, is_try, choice.length)
         prospects = Prospects.of(chooser, rows, choice.length, costs)
         bucket = chooser.costs.bucket(rows)
-        chooses, steps = self.gate.next(bucket, rows, choice.length, max_steps, prospects)
-        if chooses:
-            return Choice(steps, chooser.full, tuple(costs.values()))
-        return choice._replace(steps=steps)
+        gate = self.gate.next(bucket, rows, choice.length, max_steps, prospects)
+        if gate.chooses:
+            return Choice(gate.steps, chooser.full, tuple(costs.values())), gate
+        return choice._replace(steps=gate.steps), gate
 
     def skip(self) -> None:
         """Learn nothing from the next call, whose time is not that of a usual one."""
-        self._call = None
+        self._call = self._prepared = None
 
     def _log_change(self, chooser: Chooser, rows: int) -> None:
         """Log that drafting has stopped or started since the last such line."""
@@ -182,30 +252,43 @@ class DraftLengthController:
           acceptance_lengths: tokens that each step committed, by row.
           seconds: that the call took.
         """
-        if (chooser := self.chooser) is None or self._call is None or not acceptance_lengths:
+        call, self._call = self._call, None
+        if self.chooser is None or call is None or not acceptance_lengths:
             return
-        (length, is_new, compile_s, begun), self._call = self._call, None
+        self._learn_result()
+        self._result = call, acceptance_lengths, seconds
+        if not call.is_usual:
+            self._learn_result()
+
+    def _learn_result(self) -> None:
+        """Learn from the newest result, unless that is done."""
+        if (result := self._result) is None:
+            return
+        (call, acceptance_lengths, seconds), self._result = result, None
+        chooser, length, begun = self.chooser, call.choice.length, call.rows
+        assert chooser is not None
         if not (steps := max(map(len, acceptance_lengths))):
             return
         new = np.concatenate(acceptance_lengths)
-        if self.gate is not None and (self._chooses or length == chooser.current):
+        if self.gate is not None and (call.gate.chooses or length == chooser.current):
             bucket, tokens = chooser.costs.bucket(begun), float(new.sum())
-            kind, counted_s = length, (chooser.costs.of(length, begun) or seconds / steps) * steps
-            if self._chooses:  # of its steps only the highest cost is known
-                kind, full_s = None, self._choosing.of(chooser.full, begun) or math.inf
-                counted_s = min(seconds, MAX_CHANGE * full_s * chooser.costs.pace * steps)
-            self.gate.add(kind, bucket, tokens, len(new), steps, counted_s, seconds)
-        if self._chooses:  # its verified drafts are the likelier ones
+            counted_s = (chooser.costs.of(length, begun) or seconds / steps) * steps
+            if call.gate.chooses:  # of its steps only the highest cost is known
+                full_s = self._choosing.of(chooser.full, begun) or math.inf
+                counted_s = chooser.costs.of_call(seconds, steps, call.key[1]) * steps
+                counted_s = min(counted_s, MAX_CHANGE * full_s * chooser.costs.pace * steps)
+            self.gate.add(call.gate, bucket, tokens, len(new), steps, counted_s, seconds)
+        if call.gate.chooses:  # its verified drafts are the likelier ones
             return
         counts = np.bincount(np.maximum(new, 1) - 1)
-        if is_new:  # the first call of a program takes longer than others will
-            compile_s = self.runtime.timings.compile_s - compile_s
+        if call.is_new:  # the first call of a program takes longer than others will
+            compile_s = self.runtime.timings.compile_s - call.compile_s
             self._compile_s = max(self._compile_s, compile_s)
         chooser.learn(
             length,
             len(new) / steps,
             steps,
-            None if is_new else seconds,
+            None if call.is_new else seconds,
             {n: count for n, count in enumerate(counts.tolist()) if count},
             begun if chooser.costs.small_batches else None,
         )
@@ -250,19 +333,20 @@ class DraftLengthController:
             return state
         state = runtime.admit(state, self._dummy_rows(state))
         chooser.costs.small_batches = tuple(small_batches)
+        timed: dict[tuple[int, int], Times] = {}
         for length in chooser.lengths:
-            for rows in (
-                runtime.batch_size,
-                *(small_batches if self.has_small_batches(length) else ()),
-            ):
-                state, seconds = self._timed(state, output, length, rows, steps)
-                # Without a small-batch program a length takes as long for few rows as for all.
-                others = () if self.has_small_batches(length) else small_batches
-                # The first call of a program takes longer than others will.
-                for step_s in seconds[1:]:
-                    for computed in (rows, *others):
-                        chooser.costs.add(length, computed, step_s)
+            sizes = small_batches if self.has_small_batches(length) else ()
+            for rows in (runtime.batch_size, *sizes):
+                state, timed[length, rows] = self._timed(state, output, length, rows, steps)
             chooser.compiled.add(length)
+        chooser.costs.call_s = statistics.median(times.call_s for times in timed.values())
+        for (length, rows), times in timed.items():
+            # Without a small-batch program a length takes as long for few rows as for all.
+            others = () if self.has_small_batches(length) else small_batches
+            for computed in (rows, *others):
+                for seconds in times.seconds:
+                    step_s = chooser.costs.of_call(seconds, times.steps, output.sizes.steps)
+                    chooser.costs.add_dummy(length, computed, step_s)
         if self.gate:
             state = self._measure_choosing(state, output, small_batches, steps)
         self._is_warm = True
@@ -280,13 +364,16 @@ class DraftLengthController:
         They hold the choice, and their rows share a pass in another way than those of one length.
         """
         full, widths = self.runtime.spec.num_draft_tokens, self.runtime.spec.widths
+        assert self.chooser is not None
         self._choosing.small_batches = tuple(small_batches)
+        self._choosing.call_s = self.chooser.costs.call_s
         for rows in (self.runtime.batch_size, *small_batches):
             for width in widths:
                 only = tuple(1.0 if other == width else _TOO_DEAR for other in widths)
-                state, seconds = self._timed(state, output, full, rows, steps, only)
-                for step_s in seconds[1:]:
-                    self._choosing.add(width, rows, step_s)
+                state, times = self._timed(state, output, full, rows, steps, only)
+                for seconds in times.seconds:
+                    step_s = self._choosing.of_call(seconds, times.steps, output.sizes.steps)
+                    self._choosing.add_dummy(width, rows, step_s)
         return state
 
     def _timed(
@@ -297,22 +384,22 @@ class DraftLengthController:
         rows: int,
         steps: int,
         costs: tuple[float, ...] | None = None,
-    ) -> tuple[DecodeState, list[float]]:
-        """Return the state, and the seconds of a step in each of several calls.
+    ) -> tuple[DecodeState, Times]:
+        """Return the state, and the times of several calls.
 
         Args:
           costs: of each width, by which the steps choose.
         """
-        seconds = []
-        for max_steps in (1, *[steps] * CALLS):
+        taken, took_all = [], True
+        for max_steps in (1, 1, *[steps] * CALLS):
             state = self._with_active(state, max_steps, rows)
             call = self._bind(state, output, max_steps, length, rows, costs)
             begin = time.perf_counter()
             state, _ = jax.block_until_ready(call(state))
-            taken_s = time.perf_counter() - begin
-            if int(fetch(state.num_steps).max()) == max_steps:
-                seconds.append(taken_s / max_steps)
-        return state, seconds
+            taken.append(time.perf_counter() - begin)
+            took_all &= int(fetch(state.num_steps).max()) == max_steps
+        _, of_one_step, *seconds = taken  # a program's first call takes longer than others will
+        return state, Times(steps, seconds if took_all else [], of_one_step)
 
     def _bind(
         self,

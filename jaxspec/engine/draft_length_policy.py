@@ -188,19 +188,36 @@ class Costs:
     Only times that were taken close to each other are comparable: contexts grow, and a machine may
     be busy for a while. So the table holds the proportions of lengths. The pace scales all of them
     to the current speed of the length in use.
+
+    The first times are of dummy rows. Real rows may need more experts in one length and fewer in
+    another, so the first real time of a length takes their place.
     """
 
     def __init__(self) -> None:
         """Begin without any."""
         self.small_batches: tuple[int, ...] = ()  # rows of small-batch programs, ascending
         self.table: dict[tuple[int, int], float] = {}
+        self.call_s = 0.0  # of a call, beside its steps
         self._times: dict[tuple[int, int], deque[float]] = {}
+        self._dummies: dict[tuple[int, int], list[float]] = {}
+        self._first: int | None = None  # length of the first real step
         self._paces: deque[float] = deque([1.0], maxlen=PACE_CALLS)
         self.pace = 1.0  # current seconds for one second of the table
 
     def bucket(self, rows: float) -> int:
         """Return the bucket of active rows: the rows of their small-batch program, or `bucket_of`."""
         return bucket_of(next((size for size in self.small_batches if size >= rows), rows))
+
+    def of_call(self, seconds: float, steps: int, usual_steps: int) -> float:
+        """Return the seconds of a step of a call, as if it had as many steps as calls usually have."""
+        of_steps_s = max(seconds - self.call_s, 0.5 * seconds)
+        return of_steps_s / steps + (seconds - of_steps_s) / max(usual_steps, steps)
+
+    def add_dummy(self, length: int, rows: float, seconds: float) -> None:
+        """Count the time of a step of dummy rows, before there are real ones."""
+        times = self._dummies.setdefault((length, self.bucket(rows)), [])
+        times.append(seconds)
+        self.table[length, self.bucket(rows)] = min(times)
 
     def add(self, length: int, rows: float, seconds: float, *, in_use: bool = False) -> None:
         """Count the time of a step.
@@ -211,12 +228,16 @@ class Costs:
         """
         key = length, self.bucket(rows)
         times = self._times.setdefault(key, deque(maxlen=TRIES))
-        if in_use and len(times) >= FIRST_TIMES:
+        self._first = length if self._first is None else self._first
+        # Of the first length all that is known is the pace; others are compared with it.
+        is_first = key in self._dummies and length == self._first
+        if in_use and (is_first or len(times) >= FIRST_TIMES):
             self._paces.append(seconds / self.table[key])
             self.pace = statistics.median(self._paces)
             return
         now = seconds / self.pace
-        if len(times) >= FIRST_TIMES:  # another process causes most of the much longer ones
+        if key in self._dummies or len(times) >= FIRST_TIMES:
+            # Another process causes most of the much longer ones.
             old = self.table[key]
             now = min(max(now, old / MAX_CHANGE), old * MAX_CHANGE)
         times.append(now)
@@ -224,10 +245,8 @@ class Costs:
 
     def is_sure(self, length: int) -> bool:
         """Return whether such a step was timed more than once, with any number of rows."""
-        return (
-            sum(len(times) for (known, _), times in self._times.items() if known == length)
-            >= FIRST_TIMES
-        )
+        times = (*self._times.items(), *self._dummies.items())
+        return sum(len(of) for (known, _), of in times if known == length) >= FIRST_TIMES
 
     def is_known(self, length: int) -> bool:
         """Return whether such a step was timed, with any number of rows."""
@@ -418,7 +437,8 @@ class Chooser:
         rows = rows if begun is None else begun
         is_timed = steps >= min(TIMED_STEPS, self._max_steps)
         if is_timed or not self.costs.is_sure(length):
-            self.costs.add(length, rows, seconds / steps, in_use=self._last in (None, length))
+            step_s = self.costs.of_call(seconds, steps, self._max_steps)
+            self.costs.add(length, rows, step_s, in_use=self._last in (None, length))
         self._last = length
         self._since_compiling_s += seconds
         self.credit.earn(seconds)
@@ -546,6 +566,23 @@ class _Calls:
         self.seconds, self.steps = self.seconds * keep + seconds, self.steps * keep + steps
 
 
+class GateChoice(NamedTuple):
+    """Kind of the next call, and its steps.
+
+    Attributes:
+      chooses: whether its steps choose what they verify.
+      is_try: whether it is one.
+      length: of the calls of one length.
+      plain: tokens a second of a row without drafts; 0 if calls of one length are compared by what they took.
+    """
+
+    chooses: bool
+    steps: int
+    is_try: bool
+    length: int
+    plain: float = 0.0
+
+
 class SurvivalGate:
     """Chooses between calls whose steps choose what they verify, and calls of one length.
 
@@ -565,7 +602,6 @@ class SurvivalGate:
         self._gained_s = 0.0  # by steps that choose
         self._steps = 0
         self._tried = -PATIENCE_STEPS
-        self._is_try, self._length, self._plain = False, 0, 0.0
 
     def next(
         self,
@@ -574,8 +610,8 @@ class SurvivalGate:
         length: int,
         steps: int,
         prospects: Prospects,
-    ) -> tuple[bool, int]:
-        """Return whether steps of the next call choose, and how many steps it has.
+    ) -> GateChoice:
+        """Return the kind of the next call, and how many steps it has.
 
         Args:
           rows: active ones.
@@ -584,29 +620,36 @@ class SurvivalGate:
           prospects: without drafts the other kind of calls is as quick, once `Chooser` knows the text.
         """
         plain, expected, highest = prospects
-        self._is_try, self._length, self._plain = False, length, plain
         own, fixed = (self._seen.get((kind, bucket)) for kind in (None, length))
         short = self._steps_of_try(rows, steps)
+
+        def usual(chooses: bool, steps: int) -> GateChoice:
+            return GateChoice(chooses, steps, False, length, plain)
+
+        def a_try(chooses: bool) -> GateChoice:
+            self._tried = self._steps
+            return GateChoice(chooses, short, True, length, plain)
+
         if fixed is None:
-            return False, short if self._best.get(bucket) else steps
+            return usual(False, short if self._best.get(bucket) else steps)
         other = max(fixed.speed, plain)
         is_due = self._steps - self._tried >= PATIENCE_STEPS
         if own is not None and self._is_best(bucket, own, other):
             loss_s = short * fixed.step_s * (1.0 - fixed.speed / own.speed)
             if is_due and loss_s <= self.credit.seconds:
-                return self._try(chooses=False, steps=short)
+                return a_try(False)
             is_new = own.row_steps < GATE_SURE
             is_paid = self._gained_s > 0 or self.credit.seconds > -GATE_LOAN * own.step_s
-            return is_paid, short if is_new else steps
+            return usual(is_paid, short if is_new else steps)
         if highest <= other or not is_due:
-            return False, steps
+            return usual(False, steps)
         if own is None:
             loss_s = short * (1.0 / expected - 1.0 / other)  # a token of each row
         else:
             loss_s = short * own.step_s * (1.0 - max(own.speed, expected) / other)
         if max(loss_s, 0.0) <= self.credit.seconds:
-            return self._try(chooses=True, steps=short)
-        return False, steps
+            return a_try(True)
+        return usual(False, steps)
 
     def _is_best(self, bucket: int, own: _Calls, other: float) -> bool:
         """Return whether steps that choose are the quicker kind. What is in use stays at a near-tie."""
@@ -614,17 +657,13 @@ class SurvivalGate:
         self._best[bucket] = own.speed > margin * other
         return self._best[bucket]
 
-    def _try(self, *, chooses: bool, steps: int) -> tuple[bool, int]:
-        self._is_try, self._tried = True, self._steps
-        return chooses, steps
-
     @staticmethod
     def _steps_of_try(rows: float, steps: int) -> int:
         return min(steps, max(TRY_STEPS // 2, math.ceil(GATE_EVIDENCE / max(rows, 1.0))))
 
     def add(
         self,
-        length: int | None,
+        choice: GateChoice,
         bucket: int,
         tokens: float,
         row_steps: float,
@@ -635,7 +674,7 @@ class SurvivalGate:
         """Count a call.
 
         Args:
-          length: that its steps verified; None if they chose.
+          choice: of its kind, by `next`.
           tokens: of all rows.
           row_steps: steps of all rows.
           steps: of the batch.
@@ -643,15 +682,15 @@ class SurvivalGate:
             known cost, since short calls take longer a step.
           taken_s: that the call took.
         """
-        calls = self._seen.setdefault((length, bucket), _Calls())
+        own, others = (None, choice.length) if choice.chooses else (choice.length, None)
+        calls = self._seen.setdefault((own, bucket), _Calls())
         self._steps += steps
         rows = row_steps / steps
-        chooses = length is None
-        if (other := self._seen.get((self._length if chooses else None, bucket))) is not None:
-            if chooses:
-                self._gained_s += tokens / (rows * max(other.speed, self._plain)) - seconds
+        if (other := self._seen.get((others, bucket))) is not None:
+            if choice.chooses:
+                self._gained_s += tokens / (rows * max(other.speed, choice.plain)) - seconds
                 self.credit.earn(seconds)
-            elif self._is_try:
+            elif choice.is_try:
                 self.credit.pay(taken_s - tokens / (rows * other.speed))
         calls.add(tokens, row_steps, steps, seconds, self._steps)
         self.credit.pay(-self._gained_s)

@@ -457,6 +457,7 @@ class Scheduler:
             None if costs is None else np.asarray(costs, np.float32),
         )
         slots.launch(self.executor, request, call, length)
+        self.draft_length.prepare()
 
     def _within_pause(self, max_steps: int) -> int:
         """Return the steps of a decode call that running rows may wait for, with a pass before it."""

@@ -28,6 +28,7 @@ from jaxspec.engine.draft_length_policy import (
     Chooser,
     Costs,
     Credit,
+    GateChoice,
     Prospects,
     SurvivalGate,
     ladder,
@@ -78,7 +79,7 @@ def test_acceptance_beyond_what_was_verified_goes_on_at_the_last_rate() -> None:
 def test_costs_are_compared_at_one_time_and_for_like_batches() -> None:
     costs = Costs()
     for length, seconds in ((0, 1.0), (3, 1.5), (7, 3.0)):
-        costs.add(length, 32, seconds)
+        costs.add_dummy(length, 32, seconds)
     for _ in range(20):  # something else runs: all lengths are slower, not this one alone
         costs.add(7, 32, 6.0, in_use=True)
     assert costs.of(0, 32) == pytest.approx(2.0)
@@ -95,7 +96,7 @@ def test_rows_that_one_program_computes_cost_the_same() -> None:
     costs = chooser.costs
     costs.small_batches = (1, 8)
     for rows, seconds in ((1, 1.0), (8, 2.0), (32, 6.0)):
-        costs.add(3, rows, seconds)
+        costs.add_dummy(3, rows, seconds)
     assert [costs.of(3, rows) for rows in (1, 2, 3, 8, 20, 32)] == [1.0, 2.0, 2.0, 2.0, 6.0, 6.0]
     chooser.learn(3, 5.0, 4, 24.0, {3: 20}, begun=20)  # most of its 20 rows soon ended
     assert costs.of(3, 5) == 2.0
@@ -145,7 +146,8 @@ class Machine:
         log = [] if log is None else log
         for length in chooser.lengths if self.warm else ():
             for _ in range(3):  # as `DraftLengthController.measure` does
-                chooser.costs.add(length, self.rows, self.seconds[length] * rng.lognormal(0, 0.02))
+                seconds = self.seconds[length] * rng.lognormal(0, 0.02)
+                chooser.costs.add_dummy(length, self.rows, seconds)
         for rates, tokens in self.texts:
             left = float(tokens)
             log.append([])
@@ -270,11 +272,12 @@ def gated(
     took, tokens, used = 0.0, 0.0, []
     for _ in range(calls):
         promise = Prospects(0.5, expected, max(expected, 9.0))
-        chooses, steps = gate.next(8, 8, 3, 16, promise)
+        choice = gate.next(8, 8, 3, 16, promise)
+        chooses, steps, *_ = choice
         seconds = steps / (speed if chooses else 1.0)
         timed = seconds * rng.lognormal(0, 0.03) * (3 if rng.random() < 0.01 else 1)
         timed = min(timed, 1.25 * seconds) if chooses else float(steps)
-        gate.add(None if chooses else 3, 8, 8.0 * steps, 8 * steps, steps, timed, seconds)
+        gate.add(choice, 8, 8.0 * steps, 8 * steps, steps, timed, seconds)
         if not chooses:
             gate.credit.earn(seconds)
         took, tokens = took + seconds, tokens + steps
@@ -308,9 +311,10 @@ def test_quicker_steps_that_choose_are_used(speed: float, expected: float) -> No
 def test_hopeless_steps_that_choose_are_never_tried() -> None:
     gate = SurvivalGate(Credit())
     for _ in range(200):
-        chooses, steps = gate.next(8, 8, 0, 16, Prospects(1.0, 0.4, 0.9))
-        assert not chooses
-        gate.add(0, 8, 8.0 * steps, 8 * steps, steps, float(steps), float(steps))
+        choice = gate.next(8, 8, 0, 16, Prospects(1.0, 0.4, 0.9))
+        assert not choice.chooses
+        steps = choice.steps
+        gate.add(choice, 8, 8.0 * steps, 8 * steps, steps, float(steps), float(steps))
 
 
 def test_a_change_of_the_text_is_noticed() -> None:
@@ -370,8 +374,14 @@ GPU_STEPS = {
     8: ({0: 1.66, 1: 2.85, 3: 3.13, 7: 3.32, 15: 3.85}, {1: 3.21, 3: 3.55, 7: 3.73, 15: 4.02}),
 }
 """Milliseconds of steps of one number of drafts, and of steps that choose (6 layers of 26B-A4B, H200)."""
-KEEPS_UP = 0.011
+KEEPS_UP = 0.003
 """Share of a plain step in which a drafter keeps up with the text. An engine without one is as much quicker."""
+TOOK, DUMMIES_TOOK = (
+    ({0: 3.03, 1: 5.1, 3: 6.0, 7: 6.95, 15: 7.1}, {1: 5.4, 3: 6.3, 7: 7.1, 15: 7.3}),
+    {0: 3.33, 1: 4.83, 3: 5.62, 7: 5.86, 15: 6.74},
+)
+"""Milliseconds of steps of 8 real rows, and of dummy rows: 12 layers of 26B-A4B, H200, 28 November 2026. Real rows
+decoded plainly by fewer experts, and verified drafts by more. Steps that choose, and those of 1 and 3, are guessed."""
 
 
 def decode_with_choice(
@@ -379,18 +389,25 @@ def decode_with_choice(
     texts: Sequence[tuple[float, int]],
     seed: int,
     log: list[tuple[float, int, int | None]] | None = None,
+    steps_ms: tuple[dict[int, float], dict[int, float]] | None = None,
+    seen: dict[int, float] | None = None,
 ) -> list[float]:
     """Return the time against the better of plain decoding and all drafts, minus 1: of a first run, and of a second.
 
     Args:
       log: gets the begin, the steps and the length of each call of the first run.
+      steps_ms: as `GPU_STEPS` of these rows.
+      seen: seconds of steps of dummy rows, by length, if these take other times.
     """
-    fixed, choosing = ({v: s / 1e3 for v, s in costs.items()} for costs in GPU_STEPS[rows])
+    of_gpu = steps_ms or GPU_STEPS[rows]
+    fixed, choosing = ({v: s / 1e3 for v, s in costs.items()} for costs in of_gpu)
     chooser, clock = Chooser(tuple(fixed)), np.random.default_rng(seed)
     gate, last, regrets = SurvivalGate(chooser.credit), None, []
     for length in fixed:
         for _ in range(3):
-            chooser.costs.add(length, rows, fixed[length] * clock.lognormal(0, 0.01))
+            dummy_s = (seen or fixed)[length] * clock.lognormal(0, 0.01) + CALL_S / 16
+            chooser.costs.add_dummy(length, rows, dummy_s)
+    chooser.costs.call_s = CALL_S
     for again in (0, 1):
         took = plain = full = 0.0
         for number, (tokens, new) in enumerate(texts):
@@ -404,11 +421,12 @@ def decode_with_choice(
             while made < new:
                 choice = chooser.next(rows, 16)
                 steps, length, _ = choice
-                chooses = False
+                of_gate = GateChoice(False, steps, False, length)
                 if choice == (16, chooser.current, None):
                     now = {w: cost * chooser.costs.pace for w, cost in choosing.items()}
                     prospects = Prospects.of(chooser, rows, length, now)
-                    chooses, steps = gate.next(rows, rows, length, 16, prospects)
+                    of_gate = gate.next(rows, rows, length, 16, prospects)
+                chooses, steps = of_gate[:2]
                 kind = None if chooses else length
                 if log is not None and not again:
                     log.append((took, steps, kind))
@@ -421,10 +439,11 @@ def decode_with_choice(
                 if chooses or length == chooser.current:
                     committed = float(accepted.sum() + accepted.size)
                     if chooses:
-                        counted = min(timed, 1.25 * choosing[15] * chooser.costs.pace * steps)
+                        counted = chooser.costs.of_call(timed, steps, 16) * steps
+                        counted = min(counted, 1.25 * choosing[15] * chooser.costs.pace * steps)
                     else:
                         counted = (chooser.costs.of(length, rows) or 0.0) * steps
-                    gate.add(kind, rows, committed, accepted.size, steps, counted, timed)
+                    gate.add(of_gate, rows, committed, accepted.size, steps, counted, timed)
                 if not chooses:
                     counts = collections.Counter(accepted.ravel().tolist())
                     chooser.learn(length, rows, steps, timed, counts)
@@ -471,7 +490,18 @@ def test_with_choice_it_is_no_slower_than_the_better_of_plain_and_all_drafts(
     first, *again = regrets.max(axis=0)
     most = (0.03, 0.035) if is_short else (0.031, 0.11)
     assert first < most[rows == 8]
-    assert all(x < (0.026 if is_short else 0.031) for x in again)
+    assert all(x < 0.031 for x in again)
+
+
+@pytest.mark.parametrize("tokens", [1.2, 1.6, 2.5, 4.0, 6.0])
+def test_times_of_dummy_rows_are_not_believed_for_long(tokens: float) -> None:
+    """At 2.5 tokens 7 drafts looked quickest by dummy rows. Runs lost 9 %, since only the pace was corrected."""
+    seen = {length: ms / 1e3 for length, ms in DUMMIES_TOOK.items()}
+    regrets = [
+        decode_with_choice(8, [(tokens, 900)], seed, steps_ms=TOOK, seen=seen) for seed in range(4)
+    ]
+    assert np.mean(regrets, axis=0).max() < 0.03
+    assert np.max(regrets) < 0.04
 
 
 @pytest.mark.parametrize("rows", GPU_STEPS)
@@ -479,7 +509,7 @@ def test_with_choice_it_is_no_slower_than_the_better_of_plain_and_all_drafts(
 def test_tries_cost_little_where_plain_decoding_is_best(rows: int, tokens: float) -> None:
     """Tries promised 0.8 % and took 2 to 3: of a try of two steps the call itself is a large part.
 
-    Of the loss here 1.1 % is the drafter's, which keeps up with the text.
+    Of the loss here 0.3 % is the drafter's, which keeps up with the text.
     """
     regrets = [decode_with_choice(rows, [(tokens, 900)], seed) for seed in range(4)]
     assert np.mean(regrets, axis=0).max() < 0.025
@@ -598,6 +628,33 @@ def test_a_warm_engine_knows_all_costs_and_chooses_among_what_is_compiled() -> N
     assert chooser.current == 0
     assert chooser.steps[0] > 0
     assert engine.num_compilations == known
+
+
+def test_a_call_is_chosen_while_the_one_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two calls a choice took 1.1 ms of the host's time, 3 % of plain decoding. After a try it still does."""
+    c = case(NAME)
+    length = c.engine("mixed", choose_length="always").draft_length
+    assert length.chooser is not None
+    asked: list[int] = []
+    choices = [Choice(16, 4), Choice(16, 4), Choice(2, 0), Choice(16, 4)]
+
+    def choose(self: Chooser, rows: float, *_: Any) -> Choice:
+        asked.append(len(asked))
+        return choices[asked[-1]]
+
+    monkeypatch.setattr(Chooser, "next", choose)
+    running, of_call = [Request(p, 4) for p in c.prompts[:2]], [np.full(16, 2), np.full(16, 1)]
+    used = []
+    for chosen_before, chosen_meanwhile in ((1, 2), (2, 3), (3, 3), (4, 5)):
+        used.append(length.next(running, 16))
+        assert len(asked) == chosen_before
+        if len(asked) < len(choices):
+            length.prepare()
+            assert len(asked) == chosen_meanwhile
+        length.learn([steps[: used[-1].steps] for steps in of_call], 0.1)
+    assert used == choices
+    assert length.chooser.steps == {0: 2, 1: 0, 3: 0, 4: 32}  # the newest result waits
+    assert length.used[4].steps == 48
 
 
 def test_the_log_says_when_drafting_stops_and_starts(
