@@ -154,7 +154,6 @@ class DraftLengthController:
         """Use of each length; empty if the length is fixed."""
         if (chooser := self.chooser) is None:
             return {}
-        self._learn_result()
         rows = self.runtime.batch_size
         return {v: LengthUse(chooser.steps[v], chooser.costs.of(v, rows)) for v in chooser.lengths}
 
@@ -182,7 +181,10 @@ class DraftLengthController:
         return call.choice
 
     def prepare(self) -> None:
-        """Learn from the last result and choose the call after the running one, while the device works."""
+        """Learn from the last result and choose the call after the running one, while the device works.
+
+        Without a running call, learn alone.
+        """
         if self.chooser is None:
             return
         self._learn_result()

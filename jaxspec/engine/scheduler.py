@@ -109,6 +109,7 @@ class Scheduler:
             self._prefill()
         elif self.running:
             self._decode(max_steps)
+        self.draft_length.prepare()
         # The device works by now.
         return [event for of_row in progress for event in of_row.events()]
 
@@ -457,7 +458,6 @@ class Scheduler:
             None if costs is None else np.asarray(costs, np.float32),
         )
         slots.launch(self.executor, request, call, length)
-        self.draft_length.prepare()
 
     def _within_pause(self, max_steps: int) -> int:
         """Return the steps of a decode call that running rows may wait for, with a pass before it."""

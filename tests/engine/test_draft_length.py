@@ -653,8 +653,9 @@ def test_a_call_is_chosen_while_the_one_before_it_runs(monkeypatch: pytest.Monke
             assert len(asked) == chosen_meanwhile
         length.learn([steps[: used[-1].steps] for steps in of_call], 0.1)
     assert used == choices
-    assert length.chooser.steps == {0: 2, 1: 0, 3: 0, 4: 32}  # the newest result waits
-    assert length.used[4].steps == 48
+    assert length.used[4].steps == 32  # the newest result waits
+    length.prepare()
+    assert {v: use.steps for v, use in length.used.items()} == {0: 2, 1: 0, 3: 0, 4: 48}
 
 
 def test_the_log_says_when_drafting_stops_and_starts(
