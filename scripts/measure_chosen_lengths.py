@@ -16,8 +16,8 @@ drafts. Each line of the table is of one level:
 Figures are medians of some repeats, and in brackets is the slowest one. Time counts from the first tokens of the rows
 on. Compiling is left out, and so are Python's walks over what compiling left: a server keeps them from its collector
 too. One engine has the drafter: its `draft_length` is another one for each column, so that a step of all drafts is the
-same program in all of them. The JSON has the drafts that each run verified, and the
-seconds of a step of each number: they tell a wrong choice from lost time.
+same program in all of them. The JSON has the drafts that each run verified, and the seconds of a step of each number:
+they tell a wrong choice from lost time.
 
 Each slot has two requests, and a run ends when all rows together have the tokens of one for each slot. So no slot is
 ever empty. Without the second requests all rows of plain decoding would end together, and of drafted rows the unlucky

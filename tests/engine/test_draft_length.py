@@ -490,7 +490,7 @@ def test_with_choice_it_is_no_slower_than_the_better_of_plain_and_all_drafts(
     first, *again = regrets.max(axis=0)
     most = (0.03, 0.035) if is_short else (0.031, 0.11)
     assert first < most[rows == 8]
-    assert all(x < 0.031 for x in again)
+    assert all(x < (0.027 if is_short else 0.031) for x in again)
 
 
 @pytest.mark.parametrize("tokens", [1.2, 1.6, 2.5, 4.0, 6.0])
@@ -512,7 +512,7 @@ def test_tries_cost_little_where_plain_decoding_is_best(rows: int, tokens: float
     Of the loss here 0.3 % is the drafter's, which keeps up with the text.
     """
     regrets = [decode_with_choice(rows, [(tokens, 900)], seed) for seed in range(4)]
-    assert np.mean(regrets, axis=0).max() < 0.025
+    assert np.mean(regrets, axis=0).max() < 0.02
 
 
 @pytest.mark.parametrize("rows", GPU_STEPS)
@@ -631,7 +631,7 @@ def test_a_warm_engine_knows_all_costs_and_chooses_among_what_is_compiled() -> N
 
 
 def test_a_call_is_chosen_while_the_one_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two calls a choice took 1.1 ms of the host's time, 3 % of plain decoding. After a try it still does."""
+    """Between two calls a choice took 1.1 ms of the host's time. After a try it still does."""
     c = case(NAME)
     length = c.engine("mixed", choose_length="always").draft_length
     assert length.chooser is not None
