@@ -6,7 +6,11 @@
 The models have random weights: 26B-A4B, or its first layers, and DFlash. What a draft is worth is therefore made up,
 and all work is done. Each draft has a chance, by the ease of its row, which is drawn anew every 8 steps. The chance is
 the draft's confidence, and with that chance it is accepted. A level is the mean tokens of a step that verifies all
-drafts. Each line of the table is of one level:
+drafts.
+
+The text is made up too: random tokens, which follow from the request and the position alone. So all engines decode the
+same text, and need as many experts for it. Random weights would write another text for each choice of drafts, and a
+text that repeats itself needs few experts. Each line of the table is of one level:
 
     plain             tokens a second of an engine without a drafter
     full              of one that verifies all drafts (`never`)
@@ -46,8 +50,9 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec import Drafting, Engine, Request, Sampling, decode, decode_loop, row_subset
+from jaxspec import Engine, Request, Sampling, decode, decode_loop, row_subset
 from jaxspec.configs.dflash import default_feature_layers
+from jaxspec.constraint import Allowed
 from jaxspec.drafters.base import AnyDrafter, Draft
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.request import Completion
@@ -56,7 +61,7 @@ from jaxspec.registry import family_of, presets
 from jaxspec.sampling import Stream, fold_keys
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.state import DecodeSpec, DecodeState
-from jaxspec.verify import AcceptResult, synthetic_verify
+from jaxspec.verify import AcceptResult
 from jaxspec.weights.define import model_def_of, random_drafter
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
@@ -99,54 +104,62 @@ def made_up_chances(state: DecodeState, num_draft_tokens: int) -> Float[Array, "
     return jax.nn.sigmoid(level[:, None] + SPREAD_OF_EASE * ease + noise)
 
 
+def made_up_text(state: DecodeState, positions: Int[Array, "B R"], size: int) -> Int[Array, "B R"]:
+    """Return the tokens of each row's text at these positions."""
+    draw = jax.vmap(jax.vmap(lambda key: jax.random.randint(key, (), 0, size, jnp.int32)))
+    return draw(fold_keys(state.keys, jnp.zeros_like(state.num_steps), positions, Stream.TOKEN))
+
+
 def made_up_draft(
     target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
 ) -> Draft:
-    """Do the work of `decode.propose`. Return made-up drafts: the id of a draft is its chance."""
-    real, size = _PROPOSE(target, drafter, spec, state), spec.target.config.vocab_size
-    chances = made_up_chances(state, spec.num_draft_tokens)[:, : real.tokens.shape[1]]
+    """Do the work of `decode.propose`. Return the next tokens of the text, with their chances."""
+    real = _PROPOSE(target, drafter, spec, state)
+    num_drafts, size = real.tokens.shape[1], spec.target.config.vocab_size
+    positions = state.lengths[:, None] + 1 + jnp.arange(num_drafts, dtype=jnp.int32)
     # The real drafts stay in the data flow, so that XLA does not remove their work.
-    tokens = jnp.minimum((chances * size).astype(jnp.int32), size - 1) + jnp.minimum(real.tokens, 0)
+    tokens = made_up_text(state, positions, size) + jnp.minimum(real.tokens, 0)
     if real.confidence is None:
         return real.replace(tokens=tokens)
-    confidence = _chance_of(tokens, size) + jnp.minimum(real.confidence, 0.0)
-    return real.replace(tokens=tokens, confidence=confidence)
+    chances = made_up_chances(state, spec.num_draft_tokens)[:, :num_drafts]
+    return real.replace(tokens=tokens, confidence=chances + jnp.minimum(real.confidence, 0.0))
 
 
-def made_up_verify(
+def made_up_accept(
+    spec: DecodeSpec,
+    state: DecodeState,
+    draft: Draft,
     logits: Float[Array, "B T V"],
-    draft: Int[Array, "B G"],
-    acceptance_length: float,
-    keys: Array,
-    steps: Int[Array, " B"],
-) -> AcceptResult:
-    """Do the work of `synthetic_verify`, then accept drafts by their own chances."""
-    none = synthetic_verify(logits, draft, acceptance_length, keys, steps)
-    slots = jnp.broadcast_to(jnp.arange(draft.shape[1], dtype=jnp.int32), draft.shape)
-    uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))
-    hits = uniform(fold_keys(keys, steps, slots, Stream.ACCEPT)) < _chance_of(
-        draft, logits.shape[-1]
-    )
-    accepted = jnp.sum(jnp.cumprod(hits.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    return none.replace(accepted=none.accepted + accepted)
+    allowed: Allowed | None = None,
+) -> tuple[Float[Array, "B T V"], AcceptResult]:
+    """Do the work of `decode.accept`, then accept drafts by their chances. The token after them is the text's."""
+    adjusted, real = _ACCEPT(spec, state, draft, logits, allowed)
+    accepted = jnp.minimum(real.accepted, 0)
+    if num_drafts := draft.tokens.shape[1]:
+        slots = jnp.broadcast_to(jnp.arange(num_drafts, dtype=jnp.int32), draft.tokens.shape)
+        uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))
+        drawn = uniform(fold_keys(state.keys, state.num_steps + 1, slots, Stream.ACCEPT))
+        hits = drawn < made_up_chances(state, spec.num_draft_tokens)[:, :num_drafts]
+        accepted += jnp.sum(jnp.cumprod(hits.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        if draft.limit is not None:
+            accepted = jnp.minimum(accepted, draft.limit)
+    after = (state.lengths + 1 + accepted)[:, None]
+    bonus = made_up_text(state, after, spec.target.config.vocab_size)[:, 0]
+    bonus = jnp.where(real.bonus < 0, real.bonus, bonus)
+    return adjusted, real.replace(accepted=accepted, bonus=bonus)
 
 
 @contextlib.contextmanager
-def made_up_drafts() -> Iterator[None]:
-    """Let all drafts be made up in this block. The product knows nothing of it."""
+def made_up_text_and_drafts() -> Iterator[None]:
+    """Let all text and all drafts be made up in this block. The product knows nothing of it."""
     with (
-        mock.patch.multiple(decode, propose=made_up_draft, synthetic_verify=made_up_verify),
+        mock.patch.multiple(decode, propose=made_up_draft, accept=made_up_accept),
         mock.patch.object(decode_loop, "propose", made_up_draft),
     ):
         yield
 
 
-def _chance_of(tokens: Int[Array, "B G"], vocab_size: int) -> Float[Array, "B G"]:
-    return (tokens.astype(jnp.float32) + 0.5) / vocab_size
-
-
-_PROPOSE = decode.propose
-NO_DRAFT = Drafting(synthetic_acceptance=1.0)  # `made_up_verify` adds those that it accepts
+_PROPOSE, _ACCEPT = decode.propose, decode.accept
 
 
 # --- engines -------------------------------------------------------------------------------------
@@ -251,7 +264,7 @@ def compare(
 
     options: dict[str, Any] = dict(requests=requests(1.0), batch_size=len(prompts))
     plain = Engine.fitting(target, None, **options)
-    engine = Engine.fitting(target, drafter, drafting=NO_DRAFT, choose_length="survival", **options)
+    engine = Engine.fitting(target, drafter, choose_length="survival", **options)
     with mock.patch.object(row_subset, "counts", return_value=()):
         for made in (plain, engine):
             made.warm_up({len(prompts[0])})
@@ -325,5 +338,5 @@ def main(
 
 
 if __name__ == "__main__":
-    with made_up_drafts():
+    with made_up_text_and_drafts():
         typer.run(main)
