@@ -257,8 +257,7 @@ class Engine:
             )
         self._next_id = 0  # of requests without one
         self._compiled_stop_ids = 0  # for which `warm_up` compiled all programs
-        # Several devices, or several processes, need their programs in one order, which one thread keeps.
-        self._executor = ThreadPoolExecutor(1, "jaxspec") if self.mesh.size == 1 else None
+        self._executor = ThreadPoolExecutor(1, "jaxspec")
         self._begin()
 
     @classmethod
@@ -491,7 +490,8 @@ class Engine:
         """Wait for the running call, launch the next one, and return the events of the first.
 
         The next step returns the events of the launched call, so that the caller and the device
-        work at the same time. A decode call ends after `steps_per_return` steps, or as soon as
+        work at the same time. On a mesh this method waits for the launched call too: programs of
+        several devices must not overlap. A decode call ends after `steps_per_return` steps, or as soon as
         enough slots are free for waiting requests. An idle engine returns nothing.
         """
         try:

@@ -44,7 +44,7 @@ class Scheduler:
 
     Args:
       slots: all free.
-      executor: waits for the device; None: the caller does.
+      executor: of one thread, which waits for the device.
       max_prefill_tokens: prompt tokens that are prefilled before rows decode on. None: those of all
         prompts that have slots.
       prefixes: stored prefixes of each part of the slots, which rows share. (): no prefix cache.
@@ -60,7 +60,7 @@ class Scheduler:
         self,
         slots: Slots,
         draft_length: DraftLengthController,
-        executor: Executor | None,
+        executor: Executor,
         *,
         max_prefill_tokens: int | None,
         prefixes: Sequence[Store] = (),
@@ -111,7 +111,11 @@ class Scheduler:
             self._decode(max_steps)
         self.draft_length.prepare()
         # The device works by now.
-        return [event for of_row in progress for event in of_row.events()]
+        events = [event for of_row in progress for event in of_row.events()]
+        if self.runtime.mesh.size > 1:
+            # Several devices, or several processes, need their programs in one order, the caller's too.
+            self.slots.wait_for_device()
+        return events
 
     def cancel(self, id: Hashable) -> Completion | None:
         """Free the slot of a request, and return its completion; None if there is no such request."""

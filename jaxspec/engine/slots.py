@@ -5,6 +5,7 @@ Read `Slots.launch` and `Slots.collect`. The scheduler decides when to prefill a
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import threading
@@ -43,6 +44,9 @@ SOME_TIMES = 8
 
 LaunchResult = tuple[DecodeState, StepOutput, float]
 """Result of a launched call: the next state, its output, and the seconds that the call took."""
+
+LONGEST_START_S = 0.005
+"""Seconds after which a call that still starts is one whose loop keeps its thread busy."""
 
 
 @dataclasses.dataclass
@@ -184,7 +188,7 @@ class Slots:
         self.forecast = LengthForecast()
         self._num_admitted = 0
         self._non_finite = np.zeros(count, bool)  # by the newest output
-        self._launched: Future[LaunchResult] | LaunchResult | None = None
+        self._launched: Future[LaunchResult] | None = None
         self._output: StepOutput | None = None
         self._launched_slots: list[int] = []  # prefilled ones at the launch
         self._known = np.zeros((count, 2), np.int32)  # tokens and steps of rows at the launch
@@ -438,7 +442,7 @@ class Slots:
 
     def launch(
         self,
-        executor: Executor | None,
+        executor: Executor,
         request: OutputRequest,
         call: Callable[[DecodeState], StepResult],
         verify_length: int = 0,
@@ -446,36 +450,38 @@ class Slots:
         """Send a call to the device. Until `wait` returns, the state belongs to the call.
 
         Args:
-          executor: waits for the device; None: this method does. XLA's loops keep the thread busy
-            that starts them, so only another thread leaves the caller free.
+          executor: starts the call and waits for its output. Some of XLA's loops keep the thread
+            busy that starts them, so only another thread leaves the caller free.
           request: for the call's output.
           verify_length: drafts that each step of the call verifies.
         """
         before, self._state = self.state, None
-
-        begun = threading.Event()
+        started = threading.Event()
 
         def run() -> LaunchResult:
-            begun.set()
             begin = time.perf_counter()
-            state, packed = call(before)
+            try:
+                state, packed = call(before)
+            finally:
+                started.set()
             assert packed is not None
             return state, StepOutput.fetch(packed, request.sizes), time.perf_counter() - begin
 
         self._launched_slots, self._verify_length = self.prefilled, verify_length
         self._known = request.known
-        if executor is None:
-            self._launched = run()
-            return
         self._launched = executor.submit(run)
-        begun.wait()  # else Python lets it wait while this thread is busy, for milliseconds
+        # Both threads need Python. The device waits for the call, and for nothing that this thread does.
+        started.wait(LONGEST_START_S)
+
+    def wait_for_device(self) -> None:
+        """Wait until the launched call has ended. `wait` returns its result."""
+        if self._launched is not None:
+            concurrent.futures.wait([self._launched])
 
     def wait(self) -> float:
         """Wait for the launched call, and return the seconds that it took."""
-        launched = self._launched
-        result = launched.result() if isinstance(launched, Future) else launched
-        assert result is not None
-        self._state, self._output, taken_s = result
+        assert self._launched is not None
+        self._state, self._output, taken_s = self._launched.result()
         self._launched = None
         return taken_s
 
