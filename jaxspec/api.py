@@ -25,9 +25,9 @@ from jax.sharding import Mesh
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Reason, Request, Update
-from jaxspec.jax_settings import check_devices, check_jax_settings
 from jaxspec.options import Drafting, FieldError, Sampling, as_record, at_least, near_names
 from jaxspec.rollout.batch import check_ids, is_conversation, is_one, is_sequence
+from jaxspec.runtime.jax_settings import check_devices, check_jax_settings
 from jaxspec.runtime.prefill import bucket
 from jaxspec.runtime.runtime import Programs
 from jaxspec.text.grammars import Grammar, GrammarTokens

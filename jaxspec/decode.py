@@ -32,8 +32,8 @@ from jaxspec.constraint import Allowed, Constraint, constraint_of_prefill
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors, visible_rows
 from jaxspec.mesh import on_each_part
+from jaxspec.models.packing import packed_pass
 from jaxspec.models.target import Target, TargetOutput, keep_rows
-from jaxspec.packing import packed_pass
 from jaxspec.row_subset import put_rows, rows_of, take_rows
 from jaxspec.sampling import Stream, TokenCounts, adjust, fold_keys
 from jaxspec.shapes import Array, Float, Params

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import survival
 from jaxspec.cache import Tables
 from jaxspec.constraint import Constraint, constraint_of_steps
 from jaxspec.decode import decode_step, propose, speculative_step, verify_step
+from jaxspec.drafters import survival
 from jaxspec.drafters.base import AnyDrafter, Draft, Kept
 from jaxspec.mesh import row_parts
+from jaxspec.models.packing import UNIT
 from jaxspec.models.target import Target
 from jaxspec.models.xla import run_if
-from jaxspec.packing import UNIT
 from jaxspec.row_subset import put_rows, rows_of, take_rows
 from jaxspec.sampling import argmax
 from jaxspec.shapes import Array, Float, Int, Params

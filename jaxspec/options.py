@@ -35,7 +35,7 @@ ChooseLength = Literal["exact", "always", "survival", "never"]
              except at near-ties, but their text depends on the choices, and so on the machine's
              speed
     survival as always, and each step chooses anew, by how sure the drafter is of its drafts: see
-             `jaxspec.survival`
+             `jaxspec.drafters.survival`
     never    all drafts are verified
 """
 CHOOSE_LENGTH_HELP = (

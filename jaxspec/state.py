@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from jaxspec.cache import KVCache, Paging, Tables, clear_rows, with_tables
 from jaxspec.drafters.base import AnyDrafter, Draft
+from jaxspec.drafters.survival import SurvivalState
 from jaxspec.mesh import set_rows
 from jaxspec.models.target import Caches, ImageTokens, Target, init_caches
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Tree, whole
@@ -32,7 +33,6 @@ from jaxspec.sampling import (
     make_key,
 )
 from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
-from jaxspec.survival import SurvivalState
 from jaxspec.verify import AcceptResult
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import state_shardings

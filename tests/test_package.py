@@ -163,7 +163,7 @@ jaxspec.api jaxspec.plots
 jaxspec.engine jaxspec.rollout
 jaxspec.runtime
 jaxspec.decode_loop
-jaxspec.decode jaxspec.row_subset jaxspec.constraint jaxspec.packing
+jaxspec.decode jaxspec.row_subset jaxspec.constraint
 jaxspec.state
 jaxspec.drafters
 jaxspec.models
@@ -172,12 +172,12 @@ jaxspec.registry
 jaxspec.weights.model_def jaxspec.weights.sharding jaxspec.weights.trees
 jaxspec.quantised
 jaxspec.text jaxspec.tokenizer
-jaxspec.verify jaxspec.survival
+jaxspec.verify
 jaxspec.sampling
 jaxspec.cache jaxspec.mesh
 jaxspec.configs jaxspec.options
 pallas_kernels checkpoints_convert
-jaxspec.shapes jaxspec.version jaxspec._deprecated jaxspec.jax_settings
+jaxspec.shapes jaxspec.version jaxspec._deprecated
 """
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split("\n")) for name in layer.split()}
 

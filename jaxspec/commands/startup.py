@@ -28,7 +28,7 @@ import jaxspec
 from jaxspec.api import BUNDLED, load
 from jaxspec.commands import interruption
 from jaxspec.commands.models import ModelOptions
-from jaxspec.jax_settings import JaxSettingsError, check_devices, check_jax_settings
+from jaxspec.runtime.jax_settings import JaxSettingsError, check_devices, check_jax_settings
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.sharding import parse_mesh
 

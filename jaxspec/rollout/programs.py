@@ -16,12 +16,12 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxspec import state as states
 from jaxspec.decode_loop import decode_loop
-from jaxspec.jax_settings import check_jax_settings
 from jaxspec.mesh import left_to_xla
 from jaxspec.rollout import refill, rollout
 from jaxspec.rollout.batch import GenerateResult
 from jaxspec.rollout.rollout import RolloutInputs, RolloutPlan
 from jaxspec.runtime import memory
+from jaxspec.runtime.jax_settings import check_jax_settings
 from jaxspec.runtime.programs import options_of_loops
 from jaxspec.shapes import Array, Params
 from jaxspec.state import DecodeState

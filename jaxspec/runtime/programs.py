@@ -16,9 +16,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec import state as states
-from jaxspec.jax_settings import check_jax_settings
 from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS, MESH_LOOP_OPTIONS
 from jaxspec.runtime import memory
+from jaxspec.runtime.jax_settings import check_jax_settings
 from jaxspec.runtime.step_output import OutputSizes, PackedOutput, pack
 from jaxspec.state import DecodeSpec, DecodeState
 from jaxspec.weights.model_def import ModelDef

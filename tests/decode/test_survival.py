@@ -19,19 +19,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec import decode_loop, packing, survival
+from jaxspec import decode_loop
 from jaxspec.configs.dflash2 import DFlash2Config
 from jaxspec.configs.dspark import DSparkConfig
+from jaxspec.drafters import survival
 from jaxspec.drafters.chain import over_vocabulary
 from jaxspec.drafters.dflash2 import CandidateSelector
 from jaxspec.drafters.dspark import MarkovSelector
 from jaxspec.drafters.selector import Block, Independent, Selector
+from jaxspec.drafters.survival import SurvivalState, bins_of, calibrated, choose_width
 from jaxspec.engine import engine as engines
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Choice, Prospects
+from jaxspec.models import packing
 from jaxspec.options import Drafting, FieldError
 from jaxspec.shapes import Array
-from jaxspec.survival import SurvivalState, bins_of, calibrated, choose_width
 from jaxspec.weights.model_def import ModelDef
 from tests import cases, tiny
 from tests.cases import NEW_TOKENS, case, request, run

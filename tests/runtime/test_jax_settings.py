@@ -18,11 +18,11 @@ import jaxspec
 from jaxspec import FieldError, Pair, Programs, Sampler
 from jaxspec import state as states
 from jaxspec.commands import startup
-from jaxspec.jax_settings import JaxSettingsError
 from jaxspec.rollout.arguments import _seeds
 from jaxspec.rollout.rollout import row_keys
+from jaxspec.runtime.jax_settings import JaxSettingsError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")

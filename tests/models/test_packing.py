@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxspec.models import attention as models_attention
+from jaxspec.models.packing import UNIT, Packing, packed_pass
 from jaxspec.models.target import Caches, TargetOutput, init_caches
-from jaxspec.packing import UNIT, Packing, packed_pass
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.model_def import ModelDef
 from pallas_kernels.attention import attention
