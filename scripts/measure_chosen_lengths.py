@@ -17,11 +17,11 @@ text that repeats itself needs few experts. Each line of the table is of one lev
     always, survival  tokens a second against the better of these two. First the engine knows the cost of steps and
                       nothing of the text ("first"), then it runs the same requests once more ("again")
 
-Figures are medians of some repeats, and in brackets is the slowest one. Time counts from the first tokens of the rows
-on. Compiling is left out, and so are Python's walks over what compiling left: a server keeps them from its collector
-too. One engine has the drafter: its `draft_length` is another one for each column, so that a step of all drafts is the
-same program in all of them. The JSON has the drafts that each run verified, and the seconds of a step of each number:
-they tell a wrong choice from lost time.
+Figures are means of some repeats, each of another text, against the better engine on that text. In brackets is the
+slowest one. Time counts from the first tokens of the rows on. Compiling is left out, and so are Python's walks over
+what compiling left: a server keeps them from its collector too. One engine has the drafter: its `draft_length` is
+another one for each column, so that a step of all drafts is the same program in all of them. The JSON has the drafts
+that each run verified, and the seconds of a step of each number: they tell a wrong choice from lost time.
 
 Each slot has two requests, and a run ends when all rows together have the tokens of one for each slot. So no slot is
 ever empty. Without the second requests all rows of plain decoding would end together, and of drafted rows the unlucky
@@ -258,9 +258,10 @@ def compare(
     """
     asked_tokens = len(prompts) * (new_tokens - 1)
 
-    def requests(chance: float) -> list[Request]:
-        sampling = Sampling(top_p=chance)
-        return [Request(p, new_tokens, sampling, seed=i) for i, p in enumerate([*prompts] * 2)]
+    def requests(chance: float, text: int = 0) -> list[Request]:
+        sampling, of_slots = Sampling(top_p=chance), [*prompts] * 2
+        first = text * len(of_slots)
+        return [Request(p, new_tokens, sampling, seed=first + i) for i, p in enumerate(of_slots)]
 
     options: dict[str, Any] = dict(requests=requests(1.0), batch_size=len(prompts))
     plain = Engine.fitting(target, None, **options)
@@ -277,9 +278,10 @@ def compare(
     gc.collect()
     gc.freeze()
     for level in levels:
-        asked = requests(middling_chance(level, engine.spec.num_draft_tokens))
+        chance = middling_chance(level, engine.spec.num_draft_tokens)
         runs: dict[str, list[Measured]] = defaultdict(list)
-        for _ in range(repeats):
+        for text in range(repeats):
+            asked = requests(chance, text)
             runs["plain"].append(measured(plain, asked, asked_tokens))
             for choose in ("never", "always", "survival"):
                 engine.draft_length = with_choice(known, choose)
@@ -310,11 +312,11 @@ def main(
         prompts = [*map(tuple, ids)]
         for tokens, costs, runs in compare(target, drafter, prompts, new_tokens, level, repeats):
             speeds = {name: [run.speed for run in of] for name, of in runs.items()}
-            better = max(np.median(speeds["plain"]), np.median(speeds["never"]))
+            better = np.maximum(speeds["plain"], speeds["never"])
             changes = {name: np.asarray(of) / better - 1 for name, of in speeds.items()}
-            cells = [f"{np.median(speeds[name]):,.0f}" for name in ("plain", "never")]
+            cells = [f"{np.mean(speeds[name]):,.0f}" for name in ("plain", "never")]
             for name in list(changes)[2:]:
-                cells.append(f"{np.median(changes[name]):+.1%} ({changes[name].min():+.1%})")
+                cells.append(f"{changes[name].mean():+.1%} ({changes[name].min():+.1%})")
             table.add_row(str(batch), f"{tokens:g}", *cells)
             print(
                 f"{time.perf_counter() - began:.0f} s: {batch} rows, {tokens:g}: {cells}",
