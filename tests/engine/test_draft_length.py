@@ -380,8 +380,9 @@ TOOK, DUMMIES_TOOK = (
     ({0: 3.03, 1: 5.1, 3: 6.0, 7: 6.95, 15: 7.1}, {1: 5.4, 3: 6.3, 7: 7.1, 15: 7.3}),
     {0: 3.33, 1: 4.83, 3: 5.62, 7: 5.86, 15: 6.74},
 )
-"""Milliseconds of steps of 8 rows with a text, and of dummy rows: 12 layers of 26B-A4B, H200, 28 November 2026. The text
-decoded plainly with fewer experts, and verified drafts with more. Steps that choose, and those of 1 and 3, are guessed."""
+"""Milliseconds of steps of 8 rows with a text, and of dummy rows: 12 layers of 26B-A4B, H200, 28 November 2026. The
+text decoded plainly with fewer experts, and verified drafts with more. Steps that choose, and those of 1 and 3, are
+guessed."""
 
 
 def decode_with_choice(
