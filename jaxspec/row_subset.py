@@ -65,7 +65,8 @@ _CHANGED = (
 """The fields that a step changes in a row."""
 
 
-MANY_SLOTS = 32
+MANY_SLOTS, VERY_MANY_SLOTS = 32, 128
+"""Slots of a part from which half and three quarters of them have programs, and five and seven eighths."""
 
 
 def counts(spec: DecodeSpec, slots: int, mesh: Mesh, *, invariant: bool) -> tuple[int, ...]:
@@ -74,6 +75,7 @@ def counts(spec: DecodeSpec, slots: int, mesh: Mesh, *, invariant: bool) -> tupl
     One row is the case of a server with one user. For a quarter of the slots, the products of a
     dense model take clearly less time than for all. Of many slots, half and three quarters have
     programs too: 94 rows of 26B-A4B take 43 ms a step in a program for 112, and 48 in one for 140, on an H100.
+    Memory may hold fewer rows than there are slots, so of very many slots every eighth from half on has a program.
     Where a mesh splits rows, each part has as many. The result is empty if a row must not depend on how
     many run, for draft trees, which were not measured, and where rows are not `addressable`.
     """
@@ -81,8 +83,10 @@ def counts(spec: DecodeSpec, slots: int, mesh: Mesh, *, invariant: bool) -> tupl
         return ()
     parts = mesh.shape["data"]
     each = slots // parts
-    quarters = (1, 2, 3) if each >= MANY_SLOTS else (1,)
-    return tuple(parts * n for n in sorted({1, *(n * each // 4 for n in quarters)} - {0, each}))
+    eighths = [2]
+    eighths += [4, 6] if each >= MANY_SLOTS else []
+    eighths += [5, 7] if each >= VERY_MANY_SLOTS else []
+    return tuple(parts * n for n in sorted({1, *(n * each // 8 for n in eighths)} - {0, each}))
 
 
 def addressable(spec: DecodeSpec) -> bool:

@@ -134,6 +134,7 @@ def test_which_programs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row_subset.counts(plain, 2, mesh, invariant=False) == (1,)
     assert row_subset.counts(spec, 4, mesh, invariant=False) == (1,)
     assert row_subset.counts(spec, 32, mesh, invariant=False) == (1, 8, 16, 24)
+    assert row_subset.counts(spec, 160, mesh, invariant=False) == (1, 40, 80, 100, 120, 140)
     assert row_subset.counts(spec, 32, mesh, invariant=True) == ()
     two = mock.Mock(spec=Mesh, shape={"data": 2})
     assert row_subset.counts(spec, 64, two, invariant=False) == (2, 16, 32, 48)
