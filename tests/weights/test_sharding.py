@@ -159,6 +159,18 @@ def result(case: str) -> dict[str, Any]:
     return results((*DEFAULT, *more))[case]
 
 
+@pytest.mark.slow
+def test_an_engine_on_a_mesh_neither_hangs_nor_fails_under_load():
+    """The caller runs programs of its own between steps. `tests.tools.soak` does it for longer, on GPUs too."""
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.tools.soak", "--mesh=data=2,model=2", "--calls=300"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout)
+    assert found["done"] > 100
+    assert found["prefix_hits"] > 0
+
+
 @pytest.mark.parametrize("case", [*DEFAULT, *slow(*REST, *ALONE)])
 def test_a_mesh_says_what_one_device_says(case):
     """Greedy tokens and sampled ones, in float32; states stay where they belong; weights are not gathered.
