@@ -26,7 +26,7 @@ from jaxspec.engine.prefix_cache.planner import PrefixPlanner
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Completion, Request, Update, num_positions
 from jaxspec.engine.slots import Progress, Slots, SlotsPart
-from jaxspec.runtime.prefill import PrefillPlanner, make_chunk, on_cpu
+from jaxspec.runtime.prefill import PREFILL_CHUNK, PrefillPlanner, make_chunk, on_cpu
 
 CALLS_AHEAD = 2
 """A row gets pages for its prompt and so many decode calls when it is admitted, and more as it needs them."""
@@ -35,6 +35,8 @@ LONGEST_PAUSE_S = 0.25
 """Seconds between two returns of a running row on a GPU. Decode calls have fewer steps where they would take longer."""
 HOST_S = 0.02
 """Seconds of the host's work that such a pause may hold."""
+LONG_PROMPT = 16_384
+"""Tokens of a prompt before a pass over it that may be too long by its attention. An earlier one was slow by chance."""
 FIRST_STEPS = 4
 """Steps of a decode call on a GPU before the time of a step is known."""
 
@@ -89,6 +91,10 @@ class Scheduler:
         # Processes would measure other times, and have to run the same calls.
         self._is_timed = not on_cpu(runtime.mesh) and jax.process_count() == 1
         self._step_s = self._pass_s = 0.0  # of the newest decode call and pass; 0: unknown
+        self._pass_width = 0
+        self._narrow_from = (
+            math.inf
+        )  # position from which wide passes take longer than rows may wait
         self._paused_s = 0.0  # of passes since rows decoded
 
     def step(self, max_steps: int) -> list[Update | Completion]:
@@ -104,6 +110,7 @@ class Scheduler:
         self._release()
         self._return_preempted()
         progress += self._start_rows()
+        self._planner.narrow_from = self._narrow_from if self.running else math.inf
         self._admit()
         if self._should_prefill(max_steps):
             self._prefill()
@@ -416,6 +423,7 @@ class Scheduler:
         self._deferred_steps = 0
         chunk, ended = self._planner.next_chunk()
         self._prefill_tokens += chunk.tokens.size
+        self._pass_width = chunk.tokens.shape[1]
         slots, self._is_busy = self.slots, True
         for slot in ended:
             row = slots.rows[slot]
@@ -463,6 +471,13 @@ class Scheduler:
         )
         slots.launch(self.executor, request, call, length)
 
+    def _learn_width(self, taken_s: float) -> None:
+        """Let passes be narrow from where the newest one began, if running rows waited too long for it."""
+        begin = max(self._planner.last_ends.values(), default=0) - self._pass_width
+        is_long = taken_s > LONGEST_PAUSE_S - HOST_S - self._step_s
+        if self._is_timed and is_long and begin >= LONG_PROMPT and self._pass_width > PREFILL_CHUNK:
+            self._narrow_from = min(self._narrow_from, begin)
+
     def _within_pause(self, max_steps: int) -> int:
         """Return the steps of a decode call that running rows may wait for, with a pass before it."""
         if not self._is_timed:
@@ -495,6 +510,7 @@ class Scheduler:
             self._paused_s += taken_s
             # The next pass may be as full as the last ones were.
             self._pass_s = max(taken_s, self._pass_s / 2)
+            self._learn_width(taken_s)
             if self._prefixes is not None:
                 self._prefixes.keep(slots)
         else:

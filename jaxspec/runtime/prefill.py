@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -211,7 +212,9 @@ class Shapes:
         """Return the rows of a pass that fills the device."""
         return self._rows(self.full // width)
 
-    def next_pass(self, left: Mapping[int, int]) -> tuple[int, int, list[int]]:
+    def next_pass(
+        self, left: Mapping[int, int], *, narrow: bool = False
+    ) -> tuple[int, int, list[int]]:
         """Return the rows, the width and the slots of the next pass.
 
         A pass takes the slots of each part in their order. Its width is the one of the most tokens for its cost.
@@ -219,6 +222,7 @@ class Shapes:
 
         Args:
           left: tokens of each slot that are not prefilled yet.
+          narrow: whether no row has more than `PREFILL_CHUNK` tokens, if there are several slots.
         """
         if self.full == SHARED_PREFILL or self.slots == 1:
             widths = {slot: self.width(count) for slot, count in left.items()}
@@ -226,10 +230,11 @@ class Shapes:
             rows = self.small_rows(width)
             return rows, width, self._first((s for s in left if widths[s] == width), rows)
         counts = [[left[slot] for slot in slots] for slots in self.by_part(left)]
+        widths = [width for width in self.widths if width <= PREFILL_CHUNK or not narrow]
         if max(map(sum, counts)) <= self.full:
-            width = min(self.widths, key=lambda width: self._cost(width, counts))
+            width = min(widths, key=lambda width: self._cost(width, counts))
         else:
-            width = max(self.widths, key=lambda width: self._rate(width, counts))
+            width = max(widths, key=lambda width: self._rate(width, counts))
         rows = self._rows_for(width, counts)
         return rows, width, self._first(left, rows)
 
@@ -444,10 +449,12 @@ class PrefillPlanner:
       stops: by slot, positions where a pass has to end.
       images: by slot, those of its prompt.
       last_ends: by slot of the newest pass, the number of prefilled tokens after it.
+      narrow_from: position of a prompt from which passes over it are narrow, since wide ones take too long.
     """
 
     def __init__(self, shapes: Shapes, *, two_way: bool = False):
         self.shapes, self.two_way = shapes, two_way
+        self.narrow_from = math.inf
         self.pending: dict[int, tuple[Sequence[int] | np.ndarray, int]] = {}
         self.stops: dict[int, Set[int]] = {}
         self.images: dict[int, Sequence[PromptImage]] = {}
@@ -508,7 +515,8 @@ class PrefillPlanner:
     def _next_pass(self) -> tuple[int, int, dict[int, int]]:
         """Return the rows and the width of the next pass, and the end of each slot in it."""
         left = self._left()
-        rows, width, taken = self.shapes.next_pass(left)
+        narrow = any(begin >= self.narrow_from for _, begin in self.pending.values())
+        rows, width, taken = self.shapes.next_pass(left, narrow=narrow)
         ends = {slot: self._end(slot, min(width, left[slot])) for slot in taken}
         for slot, end in ends.items():
             if end == (begin := self.pending[slot][1]):  # the width holds no whole image

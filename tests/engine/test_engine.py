@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 from unittest import mock
 
@@ -615,3 +616,26 @@ def test_decode_calls_have_no_more_steps_than_running_rows_may_wait_for(monkeypa
     assert any(before and not waits for _, waits, before in calls)
     for steps, waits, before in calls[1:]:
         assert steps == {0: 3, 1: 2}.get(max(before, waits), 1)
+
+
+def test_passes_are_narrow_where_running_rows_waited_too_long() -> None:
+    made = case(NAME).engine("mixed", batch_size=2)
+    scheduler = made._scheduler
+    scheduler._is_timed, scheduler._pass_width = True, 4096
+
+    def narrow_from(taken_s: float, end: int) -> float:
+        scheduler._planner.last_ends = {0: end, 1: 300}
+        scheduler._learn_width(taken_s)
+        return scheduler._narrow_from
+
+    assert narrow_from(0.4, 8192) == math.inf  # something else was slow
+    assert narrow_from(0.1, 40_000) == math.inf
+    assert narrow_from(0.4, 40_000) == 40_000 - 4096
+    assert narrow_from(0.4, 100_000) == 40_000 - 4096
+    made.add(request(case(NAME).prompts[0], NEW_TOKENS))
+    seen = []
+    while not made.is_idle:
+        made.step()
+        seen.append((bool(scheduler.running), scheduler._planner.narrow_from))
+    assert (True, 40_000 - 4096) in seen
+    assert seen[0] == (False, math.inf)  # no row waits

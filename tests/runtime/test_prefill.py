@@ -18,7 +18,7 @@ from jaxspec.commands.bench import trace
 from jaxspec.engine.engine import Completion, Engine, Request, Update
 from jaxspec.registry import presets
 from jaxspec.runtime import prefill
-from jaxspec.runtime.prefill import Shapes, chunks
+from jaxspec.runtime.prefill import PrefillPlanner, Shapes, chunks
 from jaxspec.weights.define import model_def_of
 from tests.cases import NEW_TOKENS, case
 
@@ -140,6 +140,21 @@ def test_prompts_that_wait_together_share_a_pass() -> None:
     assert alone == [(1, 512)]
     long = [chunk.tokens.shape for chunk in chunks({0: np.zeros(5000, int)}, shapes)]
     assert long == [(1, 2048), (1, 2048), (1, 2048)]
+
+
+def test_passes_deep_in_a_prompt_are_narrow() -> None:
+    """Behind 100,000 tokens a pass over 4,096 of 26B-A4B took 0.35 seconds, in which no row decoded."""
+    planner = PrefillPlanner(Shapes(32, mesh_of("gpu"), full=4096, longest=8192, balance=1215.0))
+    planner.narrow_from = 8192
+    planner.add({0: np.zeros(20_000, int), 1: np.zeros(9000, int)})
+    begins, widths = [], []
+    while planner.pending:
+        begins.append(max(begin for _, begin in planner.pending.values()))
+        chunk, _ = planner.next_chunk()
+        widths.append(chunk.tokens.shape[1])
+    assert begins[:3] == [0, 4096, 8192]
+    assert widths[:2] == [4096, 4096]
+    assert set(widths[2:]) == {512}
 
 
 @pytest.mark.parametrize(("full", "slots", "most_padding"), [(2048, 32, 0.15), (512, 8, 0.12)])
