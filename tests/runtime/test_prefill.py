@@ -154,7 +154,7 @@ def test_passes_deep_in_a_prompt_are_narrow() -> None:
         widths.append(chunk.tokens.shape[1])
     assert begins[:3] == [0, 4096, 8192]
     assert widths[:2] == [4096, 4096]
-    assert set(widths[2:]) == {512}
+    assert max(widths[2:]) == 512
 
 
 @pytest.mark.parametrize(("full", "slots", "most_padding"), [(2048, 32, 0.15), (512, 8, 0.12)])
