@@ -88,13 +88,14 @@ class Scheduler:
         self._is_busy = False  # with a launched call
         self._prefill_tokens = 0  # since rows decoded, padding included
         self._deferred_steps = 0  # for which the next pass has waited
+        # Several devices, or several processes, need their programs in one order, the caller's too.
+        self._keeps_order = runtime.mesh.size > 1
         # Processes would measure other times, and have to run the same calls.
         self._is_timed = not on_cpu(runtime.mesh) and jax.process_count() == 1
         self._step_s = self._pass_s = 0.0  # of the newest decode call and pass; 0: unknown
         self._pass_width = 0
-        self._narrow_from = (
-            math.inf
-        )  # position from which wide passes take longer than rows may wait
+        self._narrow_from = math.inf  # as in `PrefillPlanner`
+        self._events: list[Update | Completion] = []  # that no step has returned yet
         self._paused_s = 0.0  # of passes since rows decoded
 
     def step(self, max_steps: int) -> list[Update | Completion]:
@@ -118,10 +119,10 @@ class Scheduler:
             self._decode(max_steps)
         self.draft_length.prepare()
         # The device works by now.
-        events = [event for of_row in progress for event in of_row.events()]
-        if self.runtime.mesh.size > 1:
-            # Several devices, or several processes, need their programs in one order, the caller's too.
+        self._events += [event for of_row in progress for event in of_row.events()]
+        if self._keeps_order:
             self.slots.wait_for_device()
+        events, self._events = self._events, []
         return events
 
     def cancel(self, id: Hashable) -> Completion | None:

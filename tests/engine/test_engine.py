@@ -639,3 +639,29 @@ def test_passes_are_narrow_where_running_rows_waited_too_long() -> None:
         seen.append((bool(scheduler.running), scheduler._planner.narrow_from))
     assert (True, 40_000 - 4096) in seen
     assert seen[0] == (False, math.inf)  # no row waits
+
+
+def test_an_interrupt_on_a_mesh_loses_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a step waits for the call that it launched, after it made the events of the call before."""
+    asked = [request(prompt, NEW_TOKENS, id=i) for i, prompt in enumerate(case(NAME).prompts[:4])]
+    plain = run(case(NAME).engine("mixed", batch_size=2, steps_per_return=2), asked)
+    made = case(NAME).engine("mixed", batch_size=2, steps_per_return=2)
+    made._scheduler._keeps_order = True
+    waited, calls = slots.Slots.wait_for_device, itertools.count()
+
+    def wait(self: slots.Slots) -> None:
+        if next(calls) % 2:
+            raise KeyboardInterrupt
+        waited(self)
+
+    monkeypatch.setattr(slots.Slots, "wait_for_device", wait)
+    for of in asked:
+        made.add(of)
+    done, interrupts = {}, 0
+    for _ in range(100):  # a lost event would leave the engine busy for ever
+        try:
+            done |= {e.id: e for e in made.step() if isinstance(e, Completion)}
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > 1
+    assert [done[i].token_ids for i in range(4)] == [of.token_ids for of in plain]
