@@ -93,7 +93,7 @@ class Scheduler:
         # Processes would measure other times, and have to run the same calls.
         self._is_timed = not on_cpu(runtime.mesh) and jax.process_count() == 1
         self._step_s = self._pass_s = 0.0  # of the newest decode call and pass; 0: unknown
-        self._pass_width = 0
+        self._pass_width = 0  # of the newest pass
         self._narrow_from = math.inf  # as in `PrefillPlanner`
         self._events: list[Update | Completion] = []  # that no step has returned yet
         self._paused_s = 0.0  # of passes since rows decoded

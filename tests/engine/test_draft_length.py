@@ -632,7 +632,7 @@ def test_a_warm_engine_knows_all_costs_and_chooses_among_what_is_compiled() -> N
 
 
 def test_a_call_is_chosen_while_the_one_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two calls a choice took 1.1 ms of the host's time. After a try it still does."""
+    """So the device does not wait for a choice. After a try it still does."""
     c = case(NAME)
     length = c.engine("mixed", choose_length="always").draft_length
     assert length.chooser is not None

@@ -48,17 +48,13 @@ def soak(mesh: Mesh, calls: int, seed: int = 0, limit_s: float = 300.0) -> dict[
         read_ahead=4,
         steps_per_return=4,
     )
-    rng, live, counts = (
-        random.Random(seed),
-        set[Hashable](),
-        dict.fromkeys(("done", "cancelled"), 0),
-    )
+    rng, live = random.Random(seed), set[Hashable]()
     vocab = range(5, target.config.vocab_size)
     common = rng.choices(vocab, k=COMMON)
     ones = np.ones(mesh.devices.shape, np.float32)
     placed = jax.device_put(ones, NamedSharding(mesh, PartitionSpec(*MESH_AXES)))
     add_up = jax.jit(lambda x: x.sum())
-    tokens = number = 0
+    number = done = cancelled = tokens = 0
     begin = time.perf_counter()
     while number < calls or not engine.is_idle:
         while number < calls and len(live) < 2 * SLOTS and rng.random() < 0.7:
@@ -73,11 +69,11 @@ def soak(mesh: Mesh, calls: int, seed: int = 0, limit_s: float = 300.0) -> dict[
                 if event.error is not None:
                     raise RuntimeError(f"request {event.id} failed: {event.error}")
                 live.discard(event.id)
-                counts["done"] += 1
+                done += 1
                 tokens += len(event.token_ids)
         if live and rng.random() < 0.02:
             engine.cancel(rng.choice(sorted(live, key=str)))
-            counts["cancelled"] += 1
+            cancelled += 1
         if number % 20 == 0 and float(add_up(placed)) != ones.size:
             raise RuntimeError("the caller's own sum is wrong")
         number += 1
@@ -87,7 +83,8 @@ def soak(mesh: Mesh, calls: int, seed: int = 0, limit_s: float = 300.0) -> dict[
         "mesh": dict(mesh.shape),
         "device": jax.devices()[0].device_kind,
         "calls": number,
-        **counts,
+        "done": done,
+        "cancelled": cancelled,
         "tokens": tokens,
         "preemptions": engine.timings.preemptions,
         "prefix_hits": stats.hits if stats else 0,
