@@ -170,6 +170,8 @@ def test_the_floor_of_a_stream_is_arithmetic_of_prompts_and_steps_of_full_slots(
     found = floor.stream_floor_s(pair, 8, requests, H200)
     assert found is not None
     assert least < found - steps_s < 1.02 * least
+    twice = floor.stream_floor_s(pair, 8, 2 * requests, H200, groups=2)
+    assert twice == pytest.approx(found)  # each group takes half of them
     drafting = spec("31b", drafter=True)
     assert floor.stream_floor_s(drafting, 8, requests, H200) is None
     drafting = dataclasses.replace(drafting, drafting=Drafting(15, synthetic_acceptance=4))

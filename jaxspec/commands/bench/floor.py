@@ -59,7 +59,11 @@ def step_floor_s(spec: DecodeSpec, batch: int, context: int, ceiling: Ceiling) -
 
 
 def stream_floor_s(
-    spec: DecodeSpec, slots: int, requests: Sequence[tuple[int, int]], ceiling: Ceiling
+    spec: DecodeSpec,
+    slots: int,
+    requests: Sequence[tuple[int, int]],
+    ceiling: Ceiling,
+    groups: int = 1,
 ) -> float | None:
     """Return the least seconds of a stream of requests; None if nothing says what a step commits.
 
@@ -67,7 +71,10 @@ def stream_floor_s(
     many steps of full slots as the new tokens need. What a drafter reads of a prompt is not counted.
 
     Args:
+      slots: those of one group.
       requests: prompt tokens and new tokens of each.
+      ceiling: that of the devices of one group together, see `share_of_group`.
+      groups: how many groups of devices share the requests.
     """
     acceptance = spec.drafting.synthetic_acceptance
     if spec.drafter is not None and acceptance is None:
@@ -78,9 +85,10 @@ def stream_floor_s(
         # A token sees half of the prompt on average.
         flops += target_cost(target, 1, prompt, -(prompt // 2)).flops
         flops -= 0.0 if head is None else operations(head, prompt - 1)
-    steps = math.ceil(sum(new for _, new in requests) / (slots * (acceptance or 1)))
+    steps = math.ceil(sum(new for _, new in requests) / (groups * slots * (acceptance or 1)))
     context = round(statistics.mean(prompt + new / 2 for prompt, new in requests))
-    return flops / ceiling.flops_per_s + steps * step_floor_s(spec, slots, context, ceiling)
+    prompts_s = flops / (groups * ceiling.flops_per_s)
+    return prompts_s + steps * step_floor_s(spec, slots, context, ceiling)
 
 
 def target_cost(model_def: ModelDef, batch: int, tokens: int, context: int) -> StepCost:

@@ -15,7 +15,13 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec.commands.bench import GENERATED, images, trace
-from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost, stream_floor_s
+from jaxspec.commands.bench.floor import (
+    Ceiling,
+    measure_ceiling,
+    share_of_group,
+    step_cost,
+    stream_floor_s,
+)
 from jaxspec.commands.bench.measure import measure
 from jaxspec.commands.bench.options import BenchOptions, TraceOptions
 from jaxspec.commands.bench.pair import ModelPair, bench_cache_length, make_pair
@@ -272,7 +278,8 @@ def run_trace(
         pair.spec.target.dtype, step_cost(pair.spec, options.slots, cache_length).weight_bytes
     )
     lengths = [(r.prompt_tokens, r.new_tokens) for r in stream]
-    floor_s = stream_floor_s(pair.spec, options.slots, lengths, ceiling)
+    rows, together = share_of_group(pair.mesh, options.slots, ceiling)
+    floor_s = stream_floor_s(pair.spec, rows, lengths, together, pair.mesh.shape["data"])
     engine = Engine(
         *pair.loaded,
         drafting=drafting,
