@@ -129,7 +129,9 @@ def on_each_device(
     leaves, structure = jax.tree.flatten(args)
     names = jax.tree.leaves(jax.tree.broadcast(axes, args))
     split = _split([(n, x.shape) for n, x in zip(names, leaves, strict=True)], mesh)
-    added_up = tuple(part for name in contracting for part in split.get(str(name), ()))
+    split_by = [part for name in contracting for part in split.get(str(name), ())]
+    # XLA does not always drop a sum over one device.
+    added_up = tuple(part for part in split_by if mesh.shape[part] > 1)
 
     def local(*args: Any) -> T:
         out = run(*args)
