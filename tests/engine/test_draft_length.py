@@ -481,8 +481,7 @@ def test_with_choice_it_is_no_slower_than_the_better_of_plain_and_all_drafts(
     """Short runs, of which looks and tries are a large share. A second run knows its texts.
 
     On the mean of runs nothing is 3 % slower, nor is a second run. In a first run 8 rows tell little: their
-    mean over 2 steps is off by 30 % at 2.5 tokens. One first run in 20 of 32 rows, at 6 tokens, loses 3.5 %:
-    by its first 5 steps it takes 7 drafts, which were quicker there.
+    mean over 2 steps is off by 30 % at 2.5 tokens.
     """
     regrets = np.array([decode_with_choice(rows, texts, seed) for seed in range(seeds)])
     if len(texts) > 1:  # it does not know that they begin anew
@@ -490,7 +489,7 @@ def test_with_choice_it_is_no_slower_than_the_better_of_plain_and_all_drafts(
     assert regrets.mean(axis=0).max() < 0.03
     is_short = seeds == 4
     first, *again = regrets.max(axis=0)
-    most = (0.03, 0.035) if is_short else (0.035, 0.11)
+    most = (0.03, 0.035) if is_short else (0.031, 0.11)
     assert first < most[rows == 8]
     assert all(x < (0.027 if is_short else 0.031) for x in again)
 
