@@ -47,9 +47,13 @@ FULL_PASS = 2048
 """Most tokens of a pass that many prompts share on a GPU. E4B takes 12 ms for 512 of them on an H200, and
 21 ms for 2,048. A model whose weights take as long as the arithmetic of half of them has passes of twice as many:
 passes over 384 prompts of 26B-A4B then take 2.5 s instead of 3.0 s on an H200."""
+LONGEST_ARITHMETIC_S = 0.1
+"""Seconds of an H200's arithmetic in a full pass, for which running rows wait. 2,048 tokens of 31B would take 0.16, and
+the pass 0.2. Passes of half as many tokens are also filled better: of 192 mixed prompts they have 10 % fewer tokens."""
 
+FLOPS = 790e12  # of an H200
 BALANCE = 184.0
-"""Operations of an H200 in the time of reading one byte: 790 TFLOP/s at 4.3 TB/s. An A100 does 195, an H100 260."""
+"""Operations of an H200 in the time of reading one byte, at 4.3 TB/s. An A100 does 195, an H100 260."""
 
 
 def bucket(n: int, smallest: int = 1) -> int:
@@ -92,7 +96,9 @@ def on_cpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def full_pass(mesh: Mesh, max_prefill_tokens: int | None, balance: float = 0.0) -> int:
+def full_pass(
+    mesh: Mesh, max_prefill_tokens: int | None, balance: float = 0.0, operations: float = 0.0
+) -> int:
     """Return the tokens, in each part of a mesh, of a pass that many waiting prompts share: a power of two.
 
     On a CPU arithmetic binds from the start, so passes are small.
@@ -101,8 +107,11 @@ def full_pass(mesh: Mesh, max_prefill_tokens: int | None, balance: float = 0.0) 
       max_prefill_tokens: prompt tokens after which rows decode on; None for no bound. A pass has no
         more than that, or `SHARED_PREFILL` in each part.
       balance: of `balance_tokens`.
+      operations: of a device, for a token.
     """
     full = SHARED_PREFILL if on_cpu(mesh) else FULL_PASS * (2 if 2 * balance > FULL_PASS else 1)
+    while full > PREFILL_CHUNK and full * operations > LONGEST_ARITHMETIC_S * FLOPS:
+        full //= 2
     if max_prefill_tokens is not None:
         each = max(1, int(max_prefill_tokens) // mesh.shape["data"])
         full = min(full, 1 << each.bit_length() - 1)
@@ -115,8 +124,14 @@ def balance_tokens(target: ModelDef) -> float:
     184 for a dense model. A mixture of experts reads all experts and computes with few: 1,215 for
     26B-A4B.
     """
+    read, operations = _bytes_and_operations(target)
+    return BALANCE * read / operations
+
+
+def _bytes_and_operations(target: ModelDef) -> tuple[float, float]:
+    """Return the bytes of weights that a pass reads, and the operations of its products for each token."""
     config, declared = target.config, target.declared()
-    read = products = 0.0
+    read = operations = 0.0
     for name, array in target.abstract_params().items():
         if declared[name].lookup or array.ndim < 2:
             continue
@@ -125,8 +140,8 @@ def balance_tokens(target: ModelDef) -> float:
             share = config.num_experts_per_token / config.num_experts
         # Quantised weights count as numbers: shapes of passes do not depend on formats.
         read += array.size * array.dtype.itemsize
-        products += 2.0 * array.size * share
-    return BALANCE * read / products
+        operations += 2.0 * array.size * share
+    return read, operations
 
 
 @dataclass(frozen=True)
@@ -161,8 +176,10 @@ class Shapes:
         max_prefill_tokens: int | None = None,
     ) -> Shapes:
         """Return the shapes for a model on a mesh; for `max_prefill_tokens` see `full_pass`."""
-        balance = balance_tokens(target)
-        full = SHARED_PREFILL if invariant else full_pass(mesh, max_prefill_tokens, balance)
+        balance, (_, operations) = balance_tokens(target), _bytes_and_operations(target)
+        of_device = operations / mesh.shape["model"]
+        full = full_pass(mesh, max_prefill_tokens, balance, of_device)
+        full = SHARED_PREFILL if invariant else full
         longest = PREFILL_CHUNK if on_cpu(mesh) else LONGEST_CHUNK
         return cls(slots, mesh, full=full, longest=longest, balance=balance)
 

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.usefixtures("tight")
 NAME = "31b"
 
 
-def mesh_of(platform: str, data: int = 1) -> Mesh:
+def mesh_of(platform: str, data: int = 1, model: int = 1) -> Mesh:
     """Return what `Shapes` asks of a mesh."""
-    devices = np.array([mock.Mock(platform=platform)] * data)
-    return mock.Mock(spec=Mesh, devices=devices, shape={"data": data, "model": 1})
+    devices = np.array([mock.Mock(platform=platform)] * data * model)
+    return mock.Mock(spec=Mesh, devices=devices, shape={"data": data, "model": model})
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,17 @@ def test_a_shared_pass_has_no_more_tokens_than_rows_may_wait_for() -> None:
     # A mixture of experts reads its weights in the time of many tokens.
     assert [prefill.full_pass(gpu, most, 1215.0) for most in (None, 4095)] == [4096, 2048]
     assert prefill.full_pass(cpu, None, 1215.0) == prefill.SHARED_PREFILL
+
+
+@pytest.mark.parametrize(
+    ("preset", "model", "tokens"),
+    [("26b-a4b", 1, 4096), ("31b", 1, 1024), ("31b", 2, 2048), ("12b", 1, 2048), ("e4b", 1, 2048)],
+)
+def test_rows_do_not_wait_for_much_arithmetic(preset: str, model: int, tokens: int) -> None:
+    """Rows of 31B paused for 0.275 s: a pass over 2,048 tokens takes 0.2 s, and a step follows it."""
+    model_def = model_def_of(presets()[preset], "bfloat16")
+    mesh = mesh_of("gpu", model=model)
+    assert Shapes.of(model_def, 32, mesh, invariant=False).full == tokens
 
 
 def test_slots_are_those_that_were_asked_for() -> None:
