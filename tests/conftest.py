@@ -125,12 +125,17 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
 MOST_MAPS = 30_000
 
 
-@pytest.fixture(autouse=True, scope="module")
-def forget_programs() -> Iterator[None]:
-    """Drop compiled programs after a file once they hold many memory maps: later files trace less without it."""
-    yield
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Drop compiled programs once they hold many memory maps: after a file, and after a slow test.
+
+    Later tests trace less without it. A slow test holds up to 2,500 maps, and a file may have 70 of them.
+    """
+    file_ends = nextitem is None or nextitem.path != item.path
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") < MOST_MAPS:
+    if not (file_ends or item.get_closest_marker("slow")) or not maps.exists():
+        return
+    if maps.read_bytes().count(b"\n") < MOST_MAPS:
         return
     from jaxspec.rollout import programs
     from tests import cases
