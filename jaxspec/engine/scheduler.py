@@ -406,9 +406,6 @@ class Scheduler:
 
     def _is_past_limit(self) -> bool:
         """Return whether rows decode on before the next pass, though prompts are pending."""
-        would_wait_s = self._paused_s + self._pass_s + self._step_s
-        if self._is_timed and self._paused_s and would_wait_s > LONGEST_PAUSE_S - HOST_S:
-            return True
         limit, done = self.max_prefill_tokens, self._prefill_tokens
         return limit is not None and done > 0 and done + self._planner.next_tokens > limit
 

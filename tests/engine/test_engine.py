@@ -530,36 +530,6 @@ def test_rows_decode_one_step_between_passes_over_pending_prompts() -> None:
     assert max(steps) == 4
 
 
-@pytest.mark.parametrize(("pass_s", "in_a_row"), [(0.12, 1), (0.05, 4)])
-def test_no_pass_begins_that_rows_would_wait_too_long_for(
-    monkeypatch: pytest.MonkeyPatch, pass_s: float, in_a_row: int
-) -> None:
-    """Two passes over prompts of 31B, and a step after them, take more than a quarter of a second."""
-    made = case(NAME).engine("mixed", batch_size=4, max_prefill_tokens=10_000, steps_per_return=1)
-    scheduler, calls = made._scheduler, list[str]()
-    waited = scheduler.slots.wait
-
-    def wait() -> float:
-        waited()
-        calls.append("pass" if scheduler._prefill_tokens else "step")
-        return pass_s if scheduler._prefill_tokens else 0.02
-
-    scheduler._is_timed, scheduler.slots.wait = True, wait  # type: ignore[method-assign]
-    # One prompt a pass, and no decoding while prompts are pending.
-    monkeypatch.setattr(scheduler._planner.shapes.__class__, "small_rows", lambda *_: 1)
-    made.add(Request(case(NAME).prompts[0], NEW_TOKENS))
-    while not scheduler.running:
-        made.step()
-    calls.clear()
-    for prompt in case(NAME).prompts[1:4]:
-        made.add(Request(prompt, 3))
-    while not made.is_idle:
-        made.step()
-    longest = max(len(list(of)) for kind, of in itertools.groupby(calls) if kind == "pass")
-    assert calls.count("pass") >= 3
-    assert (longest == 1) == (in_a_row == 1)
-
-
 def test_a_pass_that_is_not_full_waits_one_call_for_prompts_that_wait() -> None:
     """Where pages are short, each row that ended let one prompt in, and each had a pass of its own."""
     made = case(NAME).engine("mixed", batch_size=2, read_ahead=2, steps_per_return=1)
