@@ -178,8 +178,8 @@ class Shapes:
         """Return the shapes for a model on a mesh; for `max_prefill_tokens` see `full_pass`."""
         balance = balance_tokens(target)
         operations = _bytes_and_operations(target)[1] / mesh.shape["model"]
-        full = full_pass(mesh, max_prefill_tokens, balance, operations)
-        full = SHARED_PREFILL if invariant else full
+        own = full_pass(mesh, max_prefill_tokens, balance, operations)
+        full = SHARED_PREFILL if invariant else own
         longest = PREFILL_CHUNK if on_cpu(mesh) else LONGEST_CHUNK
         return cls(slots, mesh, full=full, longest=longest, balance=balance)
 
