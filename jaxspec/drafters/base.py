@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from jaxspec.cache import KVCache, Paging
-from jaxspec.mesh import rows_at, set_rows
+from jaxspec.mesh import on_each_part, rows_at
 from jaxspec.models.target import Caches, Target, TargetOutput
 from jaxspec.options import Tree
 from jaxspec.quantised.kv import KVStorage
@@ -103,7 +103,7 @@ class Kept(struct.PyTreeNode):
         return state if self.slots is None else rows_at(state, self.slots)
 
     def put(self, state: S, rows: S) -> S:
-        """Write these rows into the state, those with tokens alone."""
+        """Write these rows into the state, those with tokens alone. Of several rows of a slot, write the last."""
         if self.slots is None:
 
             def choose(old: Array, new: Array) -> Array:
@@ -111,7 +111,14 @@ class Kept(struct.PyTreeNode):
 
             return jax.tree.map(choose, state, rows)
         past_last = max(len(x) for x in jax.tree.leaves(state))
-        return set_rows(state, jnp.where(self.count > 0, self.slots, past_last), rows)
+
+        def put(state: S, slots: Array, start: Array, count: Array, rows: S) -> S:
+            follows = (slots == slots[:, None]) & (start > start[:, None]) & (count > 0)
+            written = (count > 0) & ~jnp.any(follows, axis=1)
+            at = jnp.where(written, slots, past_last)
+            return jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), state, rows)
+
+        return on_each_part(put, (state, self.slots, self.start, self.count, rows))
 
 
 class Draws(struct.PyTreeNode):

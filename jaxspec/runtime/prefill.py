@@ -7,6 +7,7 @@ compile, so there are few. The time of a pass depends on its tokens, padding inc
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -21,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspec import decode
+from jaxspec.cache import KVCache
 from jaxspec.mesh import row_numbers
 from jaxspec.models.target import ImageTokens
 from jaxspec.shapes import Array, Int, Params
@@ -157,6 +159,8 @@ class Shapes:
         `SHARED_PREFILL`, the shapes of the passes over a prompt follow from its own length alone.
       longest: most tokens of a pass if there is one slot.
       balance: tokens whose arithmetic takes as long as reading the weights; see `balance_tokens`.
+      ring: positions of a prompt up to which chunks of it may share a pass: those of the smallest ring, in which
+        no token is then written over another. 0: no two chunks of a prompt share a pass.
     """
 
     slots: int
@@ -164,6 +168,7 @@ class Shapes:
     full: int
     longest: int
     balance: float
+    ring: int = 0
 
     @classmethod
     def of(
@@ -182,6 +187,22 @@ class Shapes:
         full = SHARED_PREFILL if invariant else own
         longest = PREFILL_CHUNK if on_cpu(mesh) else LONGEST_CHUNK
         return cls(slots, mesh, full=full, longest=longest, balance=balance)
+
+    @property
+    def shares_passes(self) -> bool:
+        """Whether prompts that wait together share passes of shapes that suit all of them."""
+        return self.full > SHARED_PREFILL and self.slots > 1
+
+    def with_rings(self, caches: Iterable[KVCache]) -> Shapes:
+        """Return shapes for a state with these caches, in which chunks of one prompt may share a pass.
+
+        Their keys and values are written before any query attends, where a chunk is no longer than a ring's slack.
+        """
+        rings = [(c.num_slots, c.ring_slack) for c in caches if c.ring_slack is not None]
+        if any(slack < SHARED_WIDTHS[0] for _, slack in rings):
+            return self
+        longest = np.iinfo(np.int32).max  # where every position has a slot
+        return dataclasses.replace(self, ring=min((size for size, _ in rings), default=longest))
 
     @property
     def parts(self) -> int:
@@ -230,9 +251,9 @@ class Shapes:
         return self._rows(self.full // width)
 
     def next_pass(
-        self, left: Mapping[int, int], *, narrow: bool = False
-    ) -> tuple[int, int, list[int]]:
-        """Return the rows, the width and the slots of the next pass.
+        self, left: Mapping[int, int], *, narrow: bool = False, begins: Mapping[int, int] = {}
+    ) -> tuple[int, int, dict[int, int]]:
+        """Return the rows and the width of the next pass, and the tokens of each slot in it.
 
         A pass takes the slots of each part in their order. Its width is the one of the most tokens for its cost.
         If all tokens that are left fit one full pass, it is the width of the lowest total cost.
@@ -240,20 +261,52 @@ class Shapes:
         Args:
           left: tokens of each slot that are not prefilled yet.
           narrow: whether no row has more than `PREFILL_CHUNK` tokens, if there are several slots.
+          begins: tokens of slots that are prefilled already, if chunks of a prompt may share a pass.
         """
-        if self.full == SHARED_PREFILL or self.slots == 1:
+        if not self.shares_passes:
             widths = {slot: self.width(count) for slot, count in left.items()}
             width = max(widths.values())
             rows = self.small_rows(width)
-            return rows, width, self._first((s for s in left if widths[s] == width), rows)
+            taken = self._first((s for s in left if widths[s] == width), rows)
+            return rows, width, {slot: min(width, left[slot]) for slot in taken}
         counts = [[left[slot] for slot in slots] for slots in self.by_part(left)]
         widths = [width for width in self.widths if width <= PREFILL_CHUNK or not narrow]
+        packed = self._packed(left, begins)
         if max(map(sum, counts)) <= self.full:
             width = min(widths, key=lambda width: self._cost(width, counts))
+            cost = self._cost(width, counts)
+            reads_all = sum(packed.values()) == sum(left.values())
+            is_better = reads_all and self._cost_of_packed(packed) < cost
         else:
             width = max(widths, key=lambda width: self._rate(width, counts))
+            rate = sum(packed.values()) / self._cost_of_packed(packed)
+            is_better = rate > self._rate(width, counts)
+        if is_better:
+            return self._rows_of_packed(packed), SHARED_WIDTHS[0], packed
         rows = self._rows_for(width, counts)
-        return rows, width, self._first(left, rows)
+        return rows, width, {slot: min(width, left[slot]) for slot in self._first(left, rows)}
+
+    def _packed(self, left: Mapping[int, int], begins: Mapping[int, int]) -> dict[int, int]:
+        """Return the tokens of each slot in a full pass whose rows are chunks, several of a prompt."""
+        width, taken = SHARED_WIDTHS[0], dict[int, int]()
+        for slots in self.by_part(left):
+            rows = self.full_rows(width) // self.parts
+            for slot in slots:
+                most = max(width, self.ring - begins.get(slot, self.ring))
+                count = min(left[slot], most, rows * width)
+                if count > 0:
+                    taken[slot] = count
+                    rows -= -(-count // width)
+        return taken
+
+    def _rows_of_packed(self, packed: Mapping[int, int]) -> int:
+        width = SHARED_WIDTHS[0]
+        most = max(sum(-(-packed[s] // width) for s in slots) for slots in self.by_part(packed))
+        small = self.small_rows(width)
+        return small if self.parts * most <= small else self.full_rows(width)
+
+    def _cost_of_packed(self, packed: Mapping[int, int]) -> float:
+        return self._pass_cost(self._rows_of_packed(packed), SHARED_WIDTHS[0])
 
     def _first(self, slots: Iterable[int], rows: int) -> list[int]:
         """Return the first slots of each part that a pass of so many rows takes."""
@@ -327,7 +380,7 @@ class Shapes:
 
     def of_prompts(self, lengths: Collection[int]) -> list[tuple[int, int]]:
         """Return the rows and the width of every pass that prompts of these lengths can have."""
-        if self.full != SHARED_PREFILL and self.slots > 1:
+        if self.shares_passes:
             return self.all(max(lengths, default=1))
         widths = set()
         for left in set(lengths):
@@ -348,7 +401,7 @@ class Shapes:
     def widths(self) -> list[int]:
         """The widths of all passes."""
         widths = {self.width(left) for left in range(1, max(self.longest, self.full) + 1)}
-        if self.full > SHARED_PREFILL and self.slots > 1:
+        if self.shares_passes:
             widths.add(MIDDLE_WIDTH)
         return sorted(widths)
 
@@ -399,7 +452,8 @@ def make_chunk(
       slots: number of all slots. A row without a prompt has this number, which is no slot.
       parts: of the slots. The rows of the pass are as many of each part, and their slots are numbered in each
         part for itself.
-      ends: by slot, the number of prefilled tokens after the pass, if the pass could hold more.
+      ends: by slot, the number of prefilled tokens after the pass; by default as many as one row holds. More
+        take several rows.
       images: by slot, those of its prompt.
       two_way: as in `ImageTokens`.
     """
@@ -411,13 +465,15 @@ def make_chunk(
     taken = [rows // parts * part for part in range(parts)]  # rows before the next one of each part
     for slot, (prompt, begin) in prompts.items():
         part, number = divmod(slot, slots // parts)
-        row = taken[part]
-        taken[part] += 1
-        piece = prompt[begin : min(begin + width, ends.get(slot, len(prompt)))]
-        of[row], start[row], count[row] = number, begin, len(piece)
-        tokens[row, : len(piece)] = piece
-        is_last[row] = begin + len(piece) == len(prompt)
-        of_rows[row] = images.get(slot, ())
+        end = min(len(prompt), ends.get(slot, begin + width))
+        for at in range(begin, end, width):
+            row = taken[part]
+            taken[part] += 1
+            piece = prompt[at : min(at + width, end)]
+            of[row], start[row], count[row] = number, at, len(piece)
+            tokens[row, : len(piece)] = piece
+            is_last[row] = at + len(piece) == len(prompt)
+            of_rows[row] = images.get(slot, ())
     in_chunk = _image_tokens(of_rows, start, count, width, two_way)
     arrays: Any = of, tokens, start, count, is_last  # the call places them with its other inputs
     return PrefillChunk(*arrays, images=in_chunk)
@@ -533,8 +589,11 @@ class PrefillPlanner:
         """Return the rows and the width of the next pass, and the end of each slot in it."""
         left = self._left()
         narrow = any(begin >= self.narrow_from for _, begin in self.pending.values())
-        rows, width, taken = self.shapes.next_pass(left, narrow=narrow)
-        ends = {slot: self._end(slot, min(width, left[slot])) for slot in taken}
+        begins = {slot: begin for slot, (_, begin) in self.pending.items()}
+        has_images = any(self.images[slot] for slot in left)
+        packs = dict[str, Any](begins={} if has_images else begins)
+        rows, width, taken = self.shapes.next_pass(left, narrow=narrow, **packs)
+        ends = {slot: self._end(slot, count) for slot, count in taken.items()}
         for slot, end in ends.items():
             if end == (begin := self.pending[slot][1]):  # the width holds no whole image
                 image = next(image for image in self.images[slot] if image.end > begin)

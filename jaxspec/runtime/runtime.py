@@ -242,6 +242,8 @@ class Runtime:
         self.timings = Timings()
         self.small_batches: tuple[int, ...] = ()  # rows of compiled small-batch programs
         self._compiler: Compiler | None = None  # in `compiling_in_background`
+        if self.shapes.shares_passes:
+            self.shapes = self.shapes.with_rings(caches_of(self.state_shapes(1)))
 
     @property
     def num_compilations(self) -> int:

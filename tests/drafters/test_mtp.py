@@ -24,7 +24,7 @@ from jaxspec.configs.base import ConfigError, LayerType
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.drafters.base import TargetView, Tree
+from jaxspec.drafters.base import Kept, TargetView, Tree
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter, ranked_indices
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.target import Caches, TargetOutput, init_caches
@@ -368,3 +368,12 @@ def test_generation_config_says_how_many_to_draft_and_what_never() -> None:
     # A file may ask for more than there is room for; only what a user asks for is refused.
     many = MTPConfig.from_hf(config, dict(num_assistant_tokens=20))
     assert ModelDef(MTPDrafter, many, "float32").bind_abstract().default_draft_tokens == 15
+
+
+def test_the_last_of_several_rows_of_a_slot_is_kept() -> None:
+    """Pieces of a prompt share a pass, and a device writes its rows in any order."""
+    slots, start, count = (jnp.array(x) for x in ([2, 0, 2, 1], [4, 0, 0, 0], [2, 1, 4, 0]))
+    nothing = jnp.zeros((4, 4), jnp.int32)
+    kept = Kept(nothing, jnp.zeros((4, 1, 1)), (), start, count, slots)
+    put = kept.put(jnp.full((3, 1), -1), jnp.arange(4)[:, None])
+    assert put[:, 0].tolist() == [1, -1, 0]

@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
+from jaxspec import cache
 from jaxspec.commands.bench import trace
 from jaxspec.engine.engine import Completion, Engine, Request, Update
 from jaxspec.registry import presets
 from jaxspec.runtime import prefill
 from jaxspec.runtime.prefill import PrefillPlanner, Shapes, chunks
+from jaxspec.state import PrefillChunk
 from jaxspec.weights.define import model_def_of
 from tests.cases import NEW_TOKENS, case
 
@@ -122,6 +124,44 @@ def test_every_token_is_read_once_and_in_order(lengths: list[int], slots: int, f
     assert read == {slot: len(prompt) for slot, prompt in prompts.items()}
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=lengths,
+    slots=st.sampled_from([3, 4, 32, 48]),
+    full=st.sampled_from([512, 2048]),
+    ring=st.sampled_from([64, 576, 1088, 10_000]),
+    parts=st.sampled_from([1, 2]),
+)
+def test_chunks_of_a_prompt_share_a_pass_up_to_a_ring(
+    lengths: list[int], slots: int, full: int, ring: int, parts: int
+) -> None:
+    """Every token is read once, and no token of a pass is written over another."""
+    slots *= parts
+    mesh = mesh_of("gpu", parts)
+    shapes = Shapes(slots, mesh, full=full, longest=8192, balance=1215.0, ring=ring)
+    prompts = {slot: np.arange(length) for slot, length in enumerate(lengths[:slots])}
+    read = dict.fromkeys(prompts, 0)
+    known = set(shapes.of_prompts([len(prompt) for prompt in prompts.values()]))
+    for chunk in chunks(prompts, shapes):
+        assert chunk.tokens.shape in known
+        rows = zip(
+            *map(np.asarray, (chunk.slots, chunk.tokens, chunk.start, chunk.count)), strict=True
+        )
+        of_slots: dict[int, list[int]] = {}
+        for row, (slot, tokens, start, count) in enumerate(rows):
+            if not count:
+                continue
+            slot += slots // parts * (row // (len(chunk.slots) // parts))
+            assert start == read[slot]
+            np.testing.assert_array_equal(tokens[:count], np.arange(start, start + count))
+            read[slot] += count
+            of_slots.setdefault(slot, []).append(start + count)
+            assert chunk.is_last[row] == (read[slot] == len(prompts[slot]))
+        for ends in of_slots.values():
+            assert len(ends) == 1 or (ends[-1] <= ring and chunk.tokens.shape[1] == 64)
+    assert read == {slot: len(prompt) for slot, prompt in prompts.items()}
+
+
 @settings(max_examples=15, deadline=None)
 @given(lengths=lengths)
 def test_small_passes_follow_from_a_prompts_own_length(lengths: list[int]) -> None:
@@ -182,10 +222,10 @@ def test_little_of_the_passes_over_a_stream_is_padding(
             left[number], number = coming.pop(0), number + 1
         rows, width, taken = shapes.next_pass(left)
         computed += rows * width
-        for slot in taken:
-            read += min(left[slot], width)
-            left[slot] -= width
-            if left[slot] <= 0:
+        for slot, count in taken.items():
+            read += count
+            left[slot] -= count
+            if not left[slot]:
                 del left[slot]
     assert read == 64_153
     assert computed - read < most_padding * computed
@@ -209,7 +249,8 @@ def test_each_part_of_a_mesh_has_the_passes_of_one_device() -> None:
     lengths = {slot: 100 + 30 * slot for slot in range(16)}
     rows, width, taken = one.next_pass(lengths)
     both = lengths | {16 + slot: left for slot, left in lengths.items()}
-    assert two.next_pass(both) == (2 * rows, width, [*taken, *(16 + slot for slot in taken)])
+    of_both = taken | {16 + slot: count for slot, count in taken.items()}
+    assert two.next_pass(both) == (2 * rows, width, of_both)
     assert two.next_pass({16 + slot: left for slot, left in lengths.items()})[:2] == (
         2 * rows,
         width,
@@ -226,6 +267,54 @@ def test_each_part_of_a_mesh_has_the_passes_of_one_device() -> None:
     assert np.asarray(chunk.slots).tolist() == [5, 32, 1, 32]  # 17 is the second one of its part
     assert np.asarray(chunk.count).tolist() == [7, 0, 4, 0]
     assert np.asarray(chunk.tokens)[[0, 2], 0].tolist() == [2, 30]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "multiple"),
+    [
+        ("31b", "dflash", 1),
+        ("31b", "dflash", 64),
+        ("26b-a4b", "mtp", 64),
+        ("e4b", "mtp", 64),
+        ("31b", None, 64),
+    ],
+)
+def test_tokens_are_the_same_where_chunks_of_a_prompt_share_a_pass(
+    monkeypatch: pytest.MonkeyPatch, name: str, drafter: str | None, multiple: int
+) -> None:
+    """With rings that have no slot to spare, and with some, in pages. So are the tokens of each step."""
+    monkeypatch.setattr(cache, "RING_MULTIPLE", multiple)
+    for constant, value in dict(
+        SHARED_WIDTHS=(4, 16), SHARED_PREFILL=16, MIDDLE_WIDTH=8, PREFILL_CHUNK=16
+    ).items():
+        monkeypatch.setattr(prefill, constant, value)
+    monkeypatch.setattr(prefill, "full_pass", lambda *_: 64)
+    c, found, planned = case(name), 0, PrefillPlanner.next_chunk
+
+    def next_chunk(planner: PrefillPlanner) -> tuple[PrefillChunk, list[int]]:
+        nonlocal found
+        chunk, ended = planned(planner)
+        slots = np.asarray(chunk.slots)[np.asarray(chunk.count) > 0]
+        found += len(slots) - len(set(slots.tolist()))
+        return chunk, ended
+
+    def completions() -> dict[Any, Completion]:
+        # A length of its own: states that were made with other rings are not used.
+        made = c.engine(drafter, batch_size=16, cache_length=130 + multiple, cache_tokens=640)
+        asked = [Request(p, NEW_TOKENS, id=i) for i, p in enumerate(c.prompts)]
+        return {e.id: e for e in made.run(asked) if isinstance(e, Completion)}
+
+    monkeypatch.setattr(PrefillPlanner, "next_chunk", next_chunk)
+    packed = completions()
+    assert found > 4
+    for row, completion in packed.items():
+        assert completion.token_ids == c.continuation(row)
+    with monkeypatch.context() as patch:
+        patch.setattr(Shapes, "with_rings", lambda shapes, _: shapes)
+        found, alone = 0, completions()
+    assert found == 0
+    for row, completion in packed.items():
+        assert completion.acceptance_lengths == alone[row].acceptance_lengths
 
 
 # --- turns -------------------------------------------------------------------------------------------
