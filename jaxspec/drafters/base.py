@@ -103,7 +103,7 @@ class Kept(struct.PyTreeNode):
         return state if self.slots is None else rows_at(state, self.slots)
 
     def put(self, state: S, rows: S) -> S:
-        """Write these rows into the state, those with tokens alone. Of several rows of a slot, write the last."""
+        """Write these rows into the state, those with tokens alone, and of a slot's rows the last."""
         if self.slots is None:
 
             def choose(old: Array, new: Array) -> Array:
@@ -252,7 +252,10 @@ class Drafter(nnx.Module, Generic[StateT]):
 
     @abc.abstractmethod
     def absorb(self, state: StateT, kept: Kept) -> StateT:
-        """Update the state with kept tokens: chunks of a prompt, then the tokens of every step."""
+        """Update the state with kept tokens: chunks of a prompt, then the tokens of every step.
+
+        One call may have several chunks of a prompt, in rows of one slot.
+        """
 
 
 AnyDrafter = Drafter[Any]

@@ -190,7 +190,7 @@ class Shapes:
 
     @property
     def shares_passes(self) -> bool:
-        """Whether prompts that wait together share passes of shapes that suit all of them."""
+        """True if prompts that wait together share passes of shapes that suit all of them."""
         return self.full > SHARED_PREFILL and self.slots > 1
 
     def with_rings(self, caches: Iterable[KVCache]) -> Shapes:
@@ -292,8 +292,8 @@ class Shapes:
         for slots in self.by_part(left):
             rows = self.full_rows(width) // self.parts
             for slot in slots:
-                most = max(width, self.ring - begins.get(slot, self.ring))
-                count = min(left[slot], most, rows * width)
+                up_to_ring = max(width, self.ring - begins.get(slot, self.ring))
+                count = min(left[slot], up_to_ring, rows * width)
                 if count > 0:
                     taken[slot] = count
                     rows -= -(-count // width)
@@ -301,9 +301,9 @@ class Shapes:
 
     def _rows_of_packed(self, packed: Mapping[int, int]) -> int:
         width = SHARED_WIDTHS[0]
-        most = max(sum(-(-packed[s] // width) for s in slots) for slots in self.by_part(packed))
+        taken = [sum(-(-packed[s] // width) for s in slots) for slots in self.by_part(packed)]
         small = self.small_rows(width)
-        return small if self.parts * most <= small else self.full_rows(width)
+        return small if self.parts * max(taken) <= small else self.full_rows(width)
 
     def _cost_of_packed(self, packed: Mapping[int, int]) -> float:
         return self._pass_cost(self._rows_of_packed(packed), SHARED_WIDTHS[0])

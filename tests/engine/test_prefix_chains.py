@@ -29,12 +29,16 @@ from jaxspec import cache
 from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.copies import RowSizes
+from jaxspec.runtime import prefill
+from jaxspec.runtime.prefill import PrefillPlanner, Shapes
+from jaxspec.state import PrefillChunk
 from tests import tiny
 from tests.cases import case, request, run
 
 CACHE = 96
 NEW = 8
 SLOTS = 2
+MANY_SLOTS = 16  # a pass has no more rows than slots
 TEMPERATURES = st.sampled_from([0.0, 5.0])
 LONGEST = CACHE - NEW - 8
 TOKENS = CACHE + 20  # of pages, beside those of a prefix of a whole row
@@ -49,8 +53,20 @@ def small_pages(monkeypatch: pytest.MonkeyPatch, wrong_forecasts: None) -> None:
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 
+@pytest.fixture
+def shared_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let prompts share passes, as on a GPU, and pieces of a prompt wherever they can."""
+    for name, value in dict(
+        SHARED_WIDTHS=(4, 16), SHARED_PREFILL=16, MIDDLE_WIDTH=8, PREFILL_CHUNK=16
+    ).items():
+        monkeypatch.setattr(prefill, name, value)
+    monkeypatch.setattr(prefill, "full_pass", lambda *_: 64)
+    monkeypatch.setattr(Shapes, "_cost_of_packed", lambda *_: 1.0)
+    monkeypatch.setattr(cache, "RING_MULTIPLE", 32)  # pieces share passes up to there
+
+
 @functools.cache
-def engines(name: str, drafter: str, read_ahead: int) -> tuple[Engine, Engine]:
+def engines(name: str, drafter: str, read_ahead: int, slots: int = SLOTS) -> tuple[Engine, Engine]:
     """Return an engine with a store, and one without."""
     options: dict[str, Any] = dict(cache_length=CACHE, draft_sampling=True, logprobs=True)
     options |= dict(choose_length="never", steps_per_return=2)
@@ -59,7 +75,7 @@ def engines(name: str, drafter: str, read_ahead: int) -> tuple[Engine, Engine]:
     of_slot = RowSizes(runtime.spec, runtime.cache_length, runtime.mesh).min_bytes
     hot = case(name).engine(
         drafter,
-        batch_size=SLOTS,
+        batch_size=slots,
         read_ahead=read_ahead,
         cache_tokens=TOKENS,
         prefix_bytes=of_slot,
@@ -84,15 +100,16 @@ class Chains(RuleBasedStateMachine):
     Args:
       pair: names of the target's feature set and of the drafter.
       read_ahead: rows beside the slots.
+      slots: of the engine.
     """
 
     prompts = Bundle("prompts")
     running = Bundle("running")
 
-    def __init__(self, pair: tuple[str, str], read_ahead: int):
+    def __init__(self, pair: tuple[str, str], read_ahead: int, slots: int):
         super().__init__()
         self.pair = pair
-        self.hot, _ = engines(*pair, read_ahead)
+        self.hot, _ = engines(*pair, read_ahead, slots)
         self.hot.reset()
         self.hot.target_params = self.hot.target_params  # empties the store
         self.asked: dict[Hashable, Request] = {}
@@ -195,10 +212,10 @@ CHAINS, MANY_CHAINS = 6, 60
 """By default of each quick pair, and as a slow test of every pair. Hypothesis draws the same ones each time."""
 
 
-def run_chains(pair: tuple[str, str], read_ahead: int, chains: int) -> None:
+def run_chains(pair: tuple[str, str], read_ahead: int, chains: int, slots: int = SLOTS) -> None:
     """Run so many random chains of up to 20 operations, each on an empty store."""
     run_state_machine_as_test(
-        lambda: Chains(pair, read_ahead),
+        lambda: Chains(pair, read_ahead, slots),
         settings=settings(
             max_examples=chains,
             stateful_step_count=20,
@@ -215,6 +232,31 @@ def run_chains(pair: tuple[str, str], read_ahead: int, chains: int) -> None:
 )
 def test_random_chains(pair: tuple[str, str], read_ahead: int) -> None:
     run_chains(pair, read_ahead, CHAINS)
+
+
+@pytest.mark.usefixtures("shared_passes")
+@pytest.mark.parametrize(
+    ("pair", "chains"),
+    [
+        (("26b-a4b", "mtp"), CHAINS),
+        *(pytest.param(pair, MANY_CHAINS, marks=pytest.mark.slow) for pair in EVERY_PAIR),
+    ],
+)
+def test_random_chains_whose_pieces_share_passes(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], chains: int
+) -> None:
+    planned, shared = PrefillPlanner.next_chunk, 0
+
+    def next_chunk(planner: PrefillPlanner) -> tuple[PrefillChunk, list[int]]:
+        nonlocal shared
+        chunk, ended = planned(planner)
+        slots = np.asarray(chunk.slots)[np.asarray(chunk.count) > 0]
+        shared += len(slots) > len(set(slots.tolist()))
+        return chunk, ended
+
+    monkeypatch.setattr(PrefillPlanner, "next_chunk", next_chunk)
+    run_chains(pair, 2, chains, MANY_SLOTS)
+    assert shared > 1
 
 
 @pytest.mark.slow
