@@ -178,6 +178,8 @@ class Drafter(nnx.Module, Generic[StateT]):
       absorbs_again: whether a state may absorb its newest tokens, at most a block, a second time,
         with other tokens from some position on, and is then as if only the second were absorbed. A
         stored prefix then serves prompts that differ from it in its last few tokens.
+      absorbs_together: whether one `absorb` may have several chunks of a prompt, in rows of one slot, and is then as
+        if they came one after the other. On a GPU chunks of a prompt then share passes.
       drafts_by_slot: whether `draft` uses `TargetView.slots`. An engine then computes few rows
         alone where few are active.
       reads_last_hidden_only: whether `absorb` reads only the hidden state of the last real token.
@@ -185,6 +187,7 @@ class Drafter(nnx.Module, Generic[StateT]):
     """
 
     absorbs_again: ClassVar[bool] = False
+    absorbs_together: ClassVar[bool] = False
     drafts_by_slot: ClassVar[bool] = False
     reads_last_hidden_only: ClassVar[bool] = False
 
@@ -254,7 +257,7 @@ class Drafter(nnx.Module, Generic[StateT]):
     def absorb(self, state: StateT, kept: Kept) -> StateT:
         """Update the state with kept tokens: chunks of a prompt, then the tokens of every step.
 
-        One call may have several chunks of a prompt, in rows of one slot.
+        With `absorbs_together` one call may have several chunks of a prompt, in rows of one slot.
         """
 
 

@@ -59,6 +59,7 @@ class DFlashDrafter(Drafter[DFlashState]):
     """A DFlash drafter. It uses the target's embedding and head where it has none of its own."""
 
     absorbs_again = True
+    absorbs_together = True
     drafts_by_slot = True
     reads_last_hidden_only = True
 

@@ -80,6 +80,7 @@ class MTPDrafter(Drafter[MTPState]):
     """An MTP assistant. It uses the target's embedding and caches, and has a head of its own."""
 
     absorbs_again = True
+    absorbs_together = True
     drafts_by_slot = True
     reads_last_hidden_only = True
 

@@ -27,6 +27,7 @@ class NGramDrafter(Drafter[NGramState]):
     """Drafts from the row's own text."""
 
     absorbs_again = True
+    absorbs_together = True
     drafts_by_slot = True
     reads_last_hidden_only = True
 

@@ -93,7 +93,7 @@ class Scheduler:
         # Processes would measure other times, and have to run the same calls.
         self._is_timed = not on_cpu(runtime.mesh) and jax.process_count() == 1
         self._step_s = self._pass_s = 0.0  # of the newest decode call and pass; 0: unknown
-        self._pass_width = 0  # of the newest pass
+        self._pass_width = 0  # of the newest pass; its most tokens of a prompt, if these are more
         self._narrow_from = math.inf  # as in `PrefillPlanner`
         self._events: list[Update | Completion] = []  # that no step has returned yet
         self._paused_s = 0.0  # of passes since rows decoded
@@ -422,9 +422,11 @@ class Scheduler:
     def _prefill(self) -> None:
         """Launch a prefill pass."""
         self._deferred_steps = 0
+        begins = {slot: begin for slot, (_, begin) in self._planner.pending.items()}
         chunk, ended = self._planner.next_chunk()
         self._prefill_tokens += chunk.tokens.size
-        self._pass_width = chunk.tokens.shape[1]
+        taken = [end - begins[slot] for slot, end in self._planner.last_ends.items()]
+        self._pass_width = max(chunk.tokens.shape[1], *taken)
         slots, self._is_busy = self.slots, True
         for slot in ended:
             row = slots.rows[slot]

@@ -193,16 +193,17 @@ class Shapes:
         """True if prompts that wait together share passes of shapes that suit all of them."""
         return self.full > SHARED_PREFILL and self.slots > 1
 
-    def with_rings(self, caches: Iterable[KVCache]) -> Shapes:
+    def with_rings(self, target: Iterable[KVCache], drafter: Iterable[KVCache]) -> Shapes:
         """Return shapes for a state with these caches, in which chunks of one prompt may share a pass.
 
-        Their keys and values are written before any query attends, where a chunk is no longer than a ring's slack.
+        The target's keys and values are written before any query attends, where a chunk is no longer than a ring's
+        slack. A drafter only writes.
         """
-        rings = [(c.num_slots, c.ring_slack) for c in caches if c.ring_slack is not None]
-        if any(slack < SHARED_WIDTHS[0] for _, slack in rings):
+        if any((c.ring_slack or 0) < SHARED_WIDTHS[0] for c in target if c.ring_slack is not None):
             return self
+        sizes = (c.num_slots for c in (*target, *drafter) if c.ring_slack is not None)
         longest = np.iinfo(np.int32).max  # where every position has a slot
-        return dataclasses.replace(self, ring=min((size for size, _ in rings), default=longest))
+        return dataclasses.replace(self, ring=min(sizes, default=longest))
 
     @property
     def parts(self) -> int:
@@ -256,11 +257,12 @@ class Shapes:
         """Return the rows and the width of the next pass, and the tokens of each slot in it.
 
         A pass takes the slots of each part in their order. Its width is the one of the most tokens for its cost.
-        If all tokens that are left fit one full pass, it is the width of the lowest total cost.
+        If all tokens that are left fit one full pass, it is the width of the lowest total cost. A pass of chunks,
+        several of a prompt, is the next one where it is better by the same measure.
 
         Args:
           left: tokens of each slot that are not prefilled yet.
-          narrow: whether no row has more than `PREFILL_CHUNK` tokens, if there are several slots.
+          narrow: whether no prompt has more than `PREFILL_CHUNK` tokens, if there are several slots.
           begins: tokens of slots that are prefilled already, if chunks of a prompt may share a pass.
         """
         if not self.shares_passes:
@@ -271,42 +273,44 @@ class Shapes:
             return rows, width, {slot: min(width, left[slot]) for slot in taken}
         counts = [[left[slot] for slot in slots] for slots in self.by_part(left)]
         widths = [width for width in self.widths if width <= PREFILL_CHUNK or not narrow]
-        packed = self._packed(left, begins)
+        in_chunks = self._in_chunks(left, begins, PREFILL_CHUNK if narrow else self.full)
         if max(map(sum, counts)) <= self.full:
             width = min(widths, key=lambda width: self._cost(width, counts))
             cost = self._cost(width, counts)
-            reads_all = sum(packed.values()) == sum(left.values())
-            is_better = reads_all and self._cost_of_packed(packed) < cost
+            reads_all = sum(in_chunks.values()) == sum(left.values())
+            is_better = reads_all and self._cost_of_chunks(in_chunks) < cost
         else:
             width = max(widths, key=lambda width: self._rate(width, counts))
-            rate = sum(packed.values()) / self._cost_of_packed(packed)
+            rate = sum(in_chunks.values()) / self._cost_of_chunks(in_chunks)
             is_better = rate > self._rate(width, counts)
         if is_better:
-            return self._rows_of_packed(packed), SHARED_WIDTHS[0], packed
+            return self._rows_of_chunks(in_chunks), SHARED_WIDTHS[0], in_chunks
         rows = self._rows_for(width, counts)
         return rows, width, {slot: min(width, left[slot]) for slot in self._first(left, rows)}
 
-    def _packed(self, left: Mapping[int, int], begins: Mapping[int, int]) -> dict[int, int]:
-        """Return the tokens of each slot in a full pass whose rows are chunks, several of a prompt."""
+    def _in_chunks(
+        self, left: Mapping[int, int], begins: Mapping[int, int], limit: int
+    ) -> dict[int, int]:
+        """Return the tokens of each slot in a full pass whose rows are chunks: `limit` of a prompt, or fewer."""
         width, taken = SHARED_WIDTHS[0], dict[int, int]()
         for slots in self.by_part(left):
             rows = self.full_rows(width) // self.parts
             for slot in slots:
                 up_to_ring = max(width, self.ring - begins.get(slot, self.ring))
-                count = min(left[slot], up_to_ring, rows * width)
+                count = min(left[slot], limit, up_to_ring, rows * width)
                 if count > 0:
                     taken[slot] = count
                     rows -= -(-count // width)
         return taken
 
-    def _rows_of_packed(self, packed: Mapping[int, int]) -> int:
+    def _rows_of_chunks(self, chunks: Mapping[int, int]) -> int:
         width = SHARED_WIDTHS[0]
-        taken = [sum(-(-packed[s] // width) for s in slots) for slots in self.by_part(packed)]
+        taken = [sum(-(-chunks[s] // width) for s in slots) for slots in self.by_part(chunks)]
         small = self.small_rows(width)
         return small if self.parts * max(taken) <= small else self.full_rows(width)
 
-    def _cost_of_packed(self, packed: Mapping[int, int]) -> float:
-        return self._pass_cost(self._rows_of_packed(packed), SHARED_WIDTHS[0])
+    def _cost_of_chunks(self, chunks: Mapping[int, int]) -> float:
+        return self._pass_cost(self._rows_of_chunks(chunks), SHARED_WIDTHS[0])
 
     def _first(self, slots: Iterable[int], rows: int) -> list[int]:
         """Return the first slots of each part that a pass of so many rows takes."""
@@ -589,10 +593,8 @@ class PrefillPlanner:
         """Return the rows and the width of the next pass, and the end of each slot in it."""
         left = self._left()
         narrow = any(begin >= self.narrow_from for _, begin in self.pending.values())
-        begins = {slot: begin for slot, (_, begin) in self.pending.items()}
-        has_images = any(self.images[slot] for slot in left)
-        packs = dict[str, Any](begins={} if has_images else begins)
-        rows, width, taken = self.shapes.next_pass(left, narrow=narrow, **packs)
+        begins = {slot: begin for slot, (_, begin) in self.pending.items() if not self.images[slot]}
+        rows, width, taken = self.shapes.next_pass(left, narrow=narrow, begins=begins)
         ends = {slot: self._end(slot, count) for slot, count in taken.items()}
         for slot, end in ends.items():
             if end == (begin := self.pending[slot][1]):  # the width holds no whole image

@@ -242,8 +242,12 @@ class Runtime:
         self.timings = Timings()
         self.small_batches: tuple[int, ...] = ()  # rows of compiled small-batch programs
         self._compiler: Compiler | None = None  # in `compiling_in_background`
-        if self.shapes.shares_passes:
-            self.shapes = self.shapes.with_rings(caches_of(self.state_shapes(1)))
+        if self.shapes.shares_passes and (
+            spec.drafter is None or spec.drafter.bind_abstract().absorbs_together
+        ):
+            state = self.state_shapes(1)
+            rings = caches_of(state.caches), caches_of(state.drafter)
+            self.shapes = self.shapes.with_rings(*rings)
 
     @property
     def num_compilations(self) -> int:

@@ -61,7 +61,7 @@ def shared_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     ).items():
         monkeypatch.setattr(prefill, name, value)
     monkeypatch.setattr(prefill, "full_pass", lambda *_: 64)
-    monkeypatch.setattr(Shapes, "_cost_of_packed", lambda *_: 1.0)
+    monkeypatch.setattr(Shapes, "_cost_of_chunks", lambda *_: 1.0)
     monkeypatch.setattr(cache, "RING_MULTIPLE", 32)  # pieces share passes up to there
 
 

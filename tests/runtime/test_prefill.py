@@ -231,6 +231,16 @@ def test_little_of_the_passes_over_a_stream_is_padding(
     assert computed - read < most_padding * computed
 
 
+def test_chunks_of_a_deep_prompt_fill_no_pass() -> None:
+    """Of a model without rings all chunks of a prompt may share a pass. Rows would wait for it."""
+    ring = np.iinfo(np.int32).max
+    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, balance=184.0, ring=ring)
+    deep, begins = {0: 30_000}, {0: 100_000}
+    assert shapes.next_pass(deep, narrow=True, begins=begins) == (1, 512, {0: 512})
+    shared = shapes.next_pass(deep | {1: 40}, narrow=True, begins=begins | {1: 0})
+    assert max(shared[2].values()) <= 512
+
+
 def test_decoding_stops_for_as_many_prompts_as_fill_a_pass() -> None:
     shapes = Shapes(64, mesh_of("gpu"), full=2048, longest=8192, balance=1215.0)
     assert shapes.min_free_slots([]) == 0
@@ -310,11 +320,25 @@ def test_tokens_are_the_same_where_chunks_of_a_prompt_share_a_pass(
     for row, completion in packed.items():
         assert completion.token_ids == c.continuation(row)
     with monkeypatch.context() as patch:
-        patch.setattr(Shapes, "with_rings", lambda shapes, _: shapes)
+        patch.setattr(Shapes, "with_rings", lambda shapes, *_: shapes)
         found, alone = 0, completions()
     assert found == 0
     for row, completion in packed.items():
         assert completion.acceptance_lengths == alone[row].acceptance_lengths
+
+
+def test_only_drafters_that_say_so_get_chunks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that carries a state from chunk to chunk would begin each with that before the pass."""
+    monkeypatch.setattr(prefill, "SHARED_WIDTHS", (4, 16))
+    monkeypatch.setattr(prefill, "full_pass", lambda *_: 512)
+    monkeypatch.setattr(cache, "RING_MULTIPLE", 64)
+    rings = {
+        drafter: case("31b").engine(drafter, batch_size=4, cache_length=210).runtime.shapes.ring
+        for drafter in ("dflash", "mixed", None)
+    }
+    assert rings["dflash"] > 0
+    assert rings[None] > 0
+    assert rings["mixed"] == 0
 
 
 # --- turns -------------------------------------------------------------------------------------------
