@@ -193,13 +193,14 @@ class Shapes:
         """True if prompts that wait together share passes of shapes that suit all of them."""
         return self.full > SHARED_PREFILL and self.slots > 1
 
-    def with_rings(self, target: Iterable[KVCache], drafter: Iterable[KVCache]) -> Shapes:
+    def with_rings(self, target: Sequence[KVCache], drafter: Sequence[KVCache]) -> Shapes:
         """Return shapes for a state with these caches, in which chunks of one prompt may share a pass.
 
         The target's keys and values are written before any query attends, where a chunk is no longer than a ring's
         slack. A drafter only writes.
         """
-        if any((c.ring_slack or 0) < SHARED_WIDTHS[0] for c in target if c.ring_slack is not None):
+        slacks = [c.ring_slack for c in target if c.ring_slack is not None]
+        if min(slacks, default=SHARED_WIDTHS[0]) < SHARED_WIDTHS[0]:
             return self
         sizes = (c.num_slots for c in (*target, *drafter) if c.ring_slack is not None)
         longest = np.iinfo(np.int32).max  # where every position has a slot
