@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from jaxspec.cache import KVCache, Paging
-from jaxspec.mesh import on_each_part, rows_at
+from jaxspec.mesh import on_each_part, rows_at, set_rows
 from jaxspec.models.target import Caches, Target, TargetOutput
 from jaxspec.options import Tree
 from jaxspec.quantised.kv import KVStorage
@@ -112,13 +112,12 @@ class Kept(struct.PyTreeNode):
             return jax.tree.map(choose, state, rows)
         past_last = max(len(x) for x in jax.tree.leaves(state))
 
-        def put(state: S, slots: Array, start: Array, count: Array, rows: S) -> S:
+        def are_last(slots: Array, start: Array, count: Array) -> Array:
             follows = (slots == slots[:, None]) & (start > start[:, None]) & (count > 0)
-            written = (count > 0) & ~jnp.any(follows, axis=1)
-            at = jnp.where(written, slots, past_last)
-            return jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), state, rows)
+            return (count > 0) & ~jnp.any(follows, axis=1)
 
-        return on_each_part(put, (state, self.slots, self.start, self.count, rows))
+        last = on_each_part(are_last, (self.slots, self.start, self.count))
+        return set_rows(state, jnp.where(last, self.slots, past_last), rows)
 
 
 class Draws(struct.PyTreeNode):
