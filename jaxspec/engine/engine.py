@@ -119,8 +119,9 @@ class Engine:
       steps_per_return: most decode steps between returns to the host. On a GPU fewer, where running
         rows would wait for more than a quarter of a second.
       max_prefill_tokens: prompt tokens, padding included, that are prefilled before rows decode on;
-        at least one pass. A decode call between two such passes has one step. None: those of a
-        full pass on a GPU, 2,048 or 4,096; on a CPU those of all prompts that have slots.
+        at least one pass. While rows are missing, a decode call between two such passes has one
+        step. None: on a GPU as many passes as rows wait for less than a quarter of a second, or one
+        if several processes run the engine; on a CPU the prompts of all slots.
       read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while
         all slots are taken. A free slot then goes on at once. Rounded up to a multiple of the mesh's
         data axis. None: as many as keep passes full on a GPU, fewer if memory is short; none with
@@ -244,8 +245,6 @@ class Engine:
         )
         self.draft_length = DraftLengthController(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
-        if max_prefill_tokens is None and not on_cpu(mesh):
-            max_prefill_tokens = self.runtime.shapes.full_tokens
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._prefixes: tuple[Store, ...] = ()  # of each part of the slots

@@ -10,6 +10,7 @@ decodes its share of the batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
@@ -47,8 +48,8 @@ class Scheduler:
     Args:
       slots: all free.
       executor: of one thread, which waits for the device.
-      max_prefill_tokens: prompt tokens that are prefilled before rows decode on. None: those of all
-        prompts that have slots.
+      max_prefill_tokens: prompt tokens that are prefilled before rows decode on. None: as many as
+        they may wait for, where calls are timed; else those of all prompts that have slots.
       prefixes: stored prefixes of each part of the slots, which rows share. (): no prefix cache.
 
     Attributes:
@@ -92,6 +93,8 @@ class Scheduler:
         self._keeps_order = runtime.mesh.size > 1
         # Processes would measure other times, and have to run the same calls.
         self._is_timed = not on_cpu(runtime.mesh) and jax.process_count() == 1
+        if max_prefill_tokens is None and not on_cpu(runtime.mesh) and not self._is_timed:
+            self.max_prefill_tokens = runtime.shapes.full_tokens
         self._step_s = self._pass_s = 0.0  # of the newest decode call and pass; 0: unknown
         self._pass_width = 0  # of the newest pass; its most tokens of a prompt, if these are more
         self._narrow_from = math.inf  # as in `PrefillPlanner`
@@ -176,26 +179,29 @@ class Scheduler:
                 runtime.bind_prefill(state, chunk, of_prefill, tables)
         runtime.wait_for_programs()
         slots.admit({})
-        for chunk in chunks:
-            call = runtime.bind_prefill(slots.state, chunk, of_prefill, tables)
-            slots.state, _ = call(slots.state)
         if self._prefixes is not None:
-            for store in self._prefixes.stores:  # pages are written to
+            for store in self._prefixes.stores:  # passes write to pages
                 store.clear()
             self._prefixes.stores[0].warm_up()
         if slots.pages is not None:
             self._swap.warm_up(slots)
-        for guided in kinds:
-            call = runtime.bind_decode(slots.state, of_decode, 1, guided=guided, tables=tables)
-            slots.state, _ = call(slots.state)
-        for rows in small_batches:
-            first = runtime.first_slots(rows)
-            call = runtime.bind_decode(slots.state, of_decode, 1, slots=first, tables=tables)
-            slots.state, _ = call(slots.state)
+        every = np.ones(slots.count, bool)
+        slots.state = runtime.retire(slots.state, every)
+        slots.state = runtime.clear(slots.state, ~every, tables)
+        subsets = [runtime.first_slots(rows) for rows in small_batches]
+        decode = functools.partial(runtime.bind_decode, slots.state, of_decode, 1, tables=tables)
+        calls = [
+            *(runtime.bind_prefill(slots.state, chunk, of_prefill, tables) for chunk in chunks),
+            *(decode(guided=guided) for guided in kinds),
+            *(decode(slots=subset) for subset in subsets),
+        ]
+        # XLA makes the CUDA graph of a program when it runs again, and drops all graphs when it loads a program.
+        for _ in range(1 if on_cpu(runtime.mesh) else 2):
+            for call in calls:
+                slots.state, _ = call(slots.state)
         runtime.small_batches = small_batches
         slots.state = self.draft_length.measure(slots.state, of_decode, small_batches)
-        slots.state = runtime.retire(slots.state, np.ones(slots.count, bool))
-        slots.state = runtime.clear(slots.state, np.zeros(slots.count, bool), tables)
+        slots.state = runtime.retire(slots.state, every)
 
     def close(self) -> None:
         """Wait until the device is done with its last call."""
@@ -392,22 +398,35 @@ class Scheduler:
         """Return whether the next call is a prefill pass. Rows that decode wait for it."""
         if not self._planner.pending or not self.running:
             return bool(self._planner.pending)
-        if self._is_past_limit():
+        if self._is_past_limit() or self._should_defer(max_steps):
             return False
-        if self._should_defer(max_steps):
-            return False
-        # Rows that are prefilled ahead wait for others to end. An eighth of the rows ahead is kept ready.
+        return self._lacks_rows
+
+    @property
+    def _lacks_rows(self) -> bool:
+        """True if too few rows are ready to start, and prompts are pending.
+
+        Rows that are prefilled ahead wait for others to end. An eighth of the rows ahead is kept ready.
+        """
         ahead, shapes = self.runtime.read_ahead, self.runtime.shapes
+        if not ahead:
+            return bool(self._planner.pending)
         enough = max(1, ahead // shapes.parts // 8)
         of_parts = zip(
             shapes.by_part(self._ready), shapes.by_part(self._planner.pending), strict=True
         )
-        return not ahead or any(pending and len(ready) < enough for ready, pending in of_parts)
+        return any(pending and len(ready) < enough for ready, pending in of_parts)
 
     def _is_past_limit(self) -> bool:
         """Return whether rows decode on before the next pass, though prompts are pending."""
-        limit, done = self.max_prefill_tokens, self._prefill_tokens
-        return limit is not None and done > 0 and done + self._planner.next_tokens > limit
+        done, limit = self._prefill_tokens, self.max_prefill_tokens
+        if not done:
+            return False
+        if limit is not None:
+            return done + self._planner.next_tokens > limit
+        # The next step may take longer than the last one, since more rows are in it.
+        waits_s = self._paused_s + self._pass_s + 2 * self._step_s
+        return self._is_timed and (not self._step_s or waits_s > LONGEST_PAUSE_S - HOST_S)
 
     def _should_defer(self, max_steps: int) -> bool:
         """Return whether a pass that is not full waits for requests that wait, for so many decode steps at most.
@@ -448,7 +467,7 @@ class Scheduler:
             until_active = max(0, active - max(1, runtime.batch_size // 16))
         elif not runtime.read_ahead and self.waiting and not self._planner.pending:
             until_active = max(0, active + len(slots.free) - self._min_free_slots)
-        is_between_passes = bool(self._planner.pending) and self._is_past_limit()
+        is_between_passes = self._lacks_rows and self._is_past_limit()
         if self._planner.pending and not is_between_passes and self._should_defer(most_steps):
             self._deferred_steps += max_steps
         self._prefill_tokens, self._is_busy = 0, True

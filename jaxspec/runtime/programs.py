@@ -6,6 +6,7 @@ Read `Programs.get`. `runtime` and the pool of the prefix cache have the program
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,17 +33,22 @@ def options_of_loops(mesh: Mesh) -> dict[str, Any]:
     return LOOP_OPTIONS if mesh.size == 1 else MESH_LOOP_OPTIONS
 
 
-class Compiler:
-    """Compiles programs one after the other in a thread. On a GPU compilation tunes kernels by timing them.
+THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""Threads that compile programs at once. XLA compiles a program mainly in one thread."""
 
-    Python does not wait for the thread at exit, so a server that is stopped while it loads ends at
-    once.
+
+class Compiler:
+    """Compiles programs in threads. On a GPU XLA times the kernels of one program at a time.
+
+    Python does not wait for the threads at exit, so a server that is stopped while it loads ends at once.
     """
 
-    def __init__(self) -> None:
-        """Start its thread."""
+    def __init__(self, threads: int = THREADS) -> None:
+        """Start so many threads."""
+        self._threads = threads
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._compile, name="jaxspec-compiler", daemon=True).start()
+        for _ in range(threads):
+            threading.Thread(target=self._compile, name="jaxspec-compiler", daemon=True).start()
 
     def submit(self, compiling: Callable[[], Any]) -> Future[Any]:
         """Return the future of a program."""
@@ -51,8 +57,9 @@ class Compiler:
         return future
 
     def close(self) -> None:
-        """End the thread when its queue is empty."""
-        self._queue.put(None)
+        """End the threads when their queue is empty."""
+        for _ in range(self._threads):
+            self._queue.put(None)
 
     def _compile(self) -> None:
         while (job := self._queue.get()) is not None:

@@ -586,14 +586,16 @@ def test_decode_calls_have_no_more_steps_than_running_rows_may_wait_for(monkeypa
     scheduler._is_timed = True
     decoded, wait, taken_s = made.runtime.bind_decode, slots.Slots.wait, [0.0]
     prefilled, passes = scheduler._prefill, [0]
-    calls: list[tuple[int, bool, int]] = []
+    calls: list[tuple[int, bool, int, bool]] = []
 
     def prefill() -> None:
         passes[0] += 1
         prefilled()
 
     def bind(state: Any, output: Any, max_steps: int, *args: Any) -> Any:
-        calls.append((max_steps, bool(scheduler.waiting), passes[0]))
+        calls.append(
+            (max_steps, bool(scheduler.waiting), passes[0], bool(scheduler._planner.pending))
+        )
         passes[0], taken_s[0] = 0, 0.06
         return decoded(state, output, max_steps, *args)
 
@@ -613,9 +615,51 @@ def test_decode_calls_have_no_more_steps_than_running_rows_may_wait_for(monkeypa
     assert [done[i].token_ids for i in range(4)] == [c.token_ids for c in plain]
     assert calls[0][:2] == (scheduler_module.FIRST_STEPS, True)
     # 0.23 seconds are left beside the host's work, and 0.1 fewer for each pass that came or may come.
-    assert any(before and not waits for _, waits, before in calls)
-    for steps, waits, before in calls[1:]:
-        assert steps == {0: 3, 1: 2}.get(max(before, waits), 1)
+    assert any(before and not waits for _, waits, before, _ in calls)
+    for steps, waits, before, is_between_passes in calls[1:]:
+        assert before < 2
+        assert steps == (1 if is_between_passes else 2 if before or waits else 3)
+
+
+@pytest.mark.parametrize(("pass_s", "in_a_row"), [(0.2, 1), (0.1, 1), (0.06, 2), (0.04, 4)])
+def test_passes_follow_each_other_while_running_rows_may_wait(
+    monkeypatch: pytest.MonkeyPatch, pass_s: float, in_a_row: int
+) -> None:
+    """A step of few rows, which takes nearly as long as one of all, followed each pass over a burst of prompts.
+
+    The step after the passes may take twice the 0.03 seconds of the last one.
+    """
+    asked = [request(prompt, NEW_TOKENS) for prompt in case(NAME).prompts[:8]]
+    plain = run(case(NAME).engine("mixed", batch_size=8), asked)
+    made = case(NAME).engine("mixed", batch_size=8)
+    scheduler = made._scheduler
+    scheduler._is_timed = True
+    prefilled, wait, calls = scheduler._prefill, slots.Slots.wait, list[str]()
+
+    def prefill() -> None:
+        calls.append("pass" if scheduler.running else "first pass")
+        prefilled()
+
+    def waited(self: slots.Slots) -> float:
+        wait(self)
+        steps = max(map(len, self.new_acceptance_lengths), default=0)
+        calls.extend(["steps"] if steps else [])
+        return 0.03 * steps if steps else pass_s
+
+    # Passes of one row, so that there are some.
+    monkeypatch.setattr(type(made.runtime.shapes), "small_rows", lambda self, width: 1)
+    monkeypatch.setattr(type(made.runtime.shapes), "full_rows", lambda self, width: 1)
+    monkeypatch.setattr(scheduler, "_prefill", prefill)
+    monkeypatch.setattr(slots.Slots, "wait", waited)
+    for i, r in enumerate(asked):
+        made.add(dataclasses.replace(r, id=i))
+    done = {}
+    while not made.is_idle:
+        done |= {e.id: e for e in made.step() if isinstance(e, Completion)}
+    assert [done[i].token_ids for i in range(8)] == [c.token_ids for c in plain]
+    runs = [len([*of]) for kind, of in itertools.groupby(calls) if kind == "pass"]
+    assert sum(runs) >= 7
+    assert max(runs) == in_a_row
 
 
 def test_passes_are_narrow_where_running_rows_waited_too_long() -> None:

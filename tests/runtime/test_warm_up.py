@@ -153,7 +153,7 @@ def test_a_warm_engine_compiles_nothing(mode: str) -> None:
 
 def test_nobody_waits_for_programs_that_are_compiled_aside() -> None:
     """A server that is stopped while it loads ends at once, however many programs were asked for."""
-    compiler, go_on = Compiler(), threading.Event()
+    compiler, go_on = Compiler(threads=1), threading.Event()
     first, second = compiler.submit(lambda: go_on.wait(60)), compiler.submit(lambda: 1 // 0)
     compiler.close()
     [thread] = [t for t in threading.enumerate() if t.name == "jaxspec-compiler"]
@@ -163,6 +163,18 @@ def test_nobody_waits_for_programs_that_are_compiled_aside() -> None:
     assert first.result(60)
     assert isinstance(second.exception(60), ZeroDivisionError)
     thread.join(60)
+
+
+def test_several_programs_are_compiled_at_once() -> None:
+    """An engine's seventeen programs took two minutes of one thread, on a host of sixteen cores."""
+    compiler, together = Compiler(threads=3), threading.Barrier(3)
+    programs = [compiler.submit(lambda: together.wait(60)) for _ in range(3)]
+    threads = [t for t in threading.enumerate() if t.name == "jaxspec-compiler"]
+    compiler.close()
+    assert {program.result(60) for program in programs} == {0, 1, 2}
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_programs_are_compiled_before_caches_are_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,8 +123,8 @@ class TraceOptions:
     )
     max_prefill_tokens: int | None = option(
         None,
-        "Prompt tokens, padding included, that are read before rows decode on. Default: a full pass "
-        "on a GPU, all that wait on a CPU.",
+        "Prompt tokens, padding included, that are read before rows decode on. Default: what takes "
+        "less than a quarter of a second on a GPU, all that wait on a CPU.",
         range=at_least(1),
     )
     read_ahead: int | None = option(
