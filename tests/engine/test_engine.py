@@ -50,6 +50,16 @@ def requests(temperature: float = 0.0) -> list[Request]:
     ]
 
 
+def stepped(engine: Engine, requests: list[Request]) -> list[Completion]:
+    """Return the completions of an engine as it is, whose scheduler `Engine.run` would replace."""
+    for i, r in enumerate(requests):
+        engine.add(dataclasses.replace(r, id=i))
+    events: list[Any] = []
+    while not engine.is_idle:
+        events += engine.step()
+    return completions(events, len(requests))
+
+
 @pytest.fixture(params=[None, "mixed"])
 def engine(request) -> Engine:
     return case(NAME).engine(request.param)
@@ -607,12 +617,7 @@ def test_decode_calls_have_no_more_steps_than_running_rows_may_wait_for(monkeypa
     monkeypatch.setattr(scheduler, "_prefill", prefill)
     monkeypatch.setattr(made.runtime, "bind_decode", bind)
     monkeypatch.setattr(slots.Slots, "wait", waited)
-    for i, r in enumerate(asked):
-        made.add(dataclasses.replace(r, id=i))
-    done = {}
-    while not made.is_idle:
-        done |= {e.id: e for e in made.step() if isinstance(e, Completion)}
-    assert [done[i].token_ids for i in range(4)] == [c.token_ids for c in plain]
+    assert [c.token_ids for c in stepped(made, asked)] == [c.token_ids for c in plain]
     assert calls[0][:2] == (scheduler_module.FIRST_STEPS, True)
     # 0.23 seconds are left beside the host's work, and 0.1 fewer for each pass that came or may come.
     assert any(before and not waits for _, waits, before, _ in calls)
@@ -651,12 +656,7 @@ def test_passes_follow_each_other_while_running_rows_may_wait(
     monkeypatch.setattr(type(made.runtime.shapes), "full_rows", lambda self, width: 1)
     monkeypatch.setattr(scheduler, "_prefill", prefill)
     monkeypatch.setattr(slots.Slots, "wait", waited)
-    for i, r in enumerate(asked):
-        made.add(dataclasses.replace(r, id=i))
-    done = {}
-    while not made.is_idle:
-        done |= {e.id: e for e in made.step() if isinstance(e, Completion)}
-    assert [done[i].token_ids for i in range(8)] == [c.token_ids for c in plain]
+    assert [c.token_ids for c in stepped(made, asked)] == [c.token_ids for c in plain]
     runs = [len([*of]) for kind, of in itertools.groupby(calls) if kind == "pass"]
     assert sum(runs) >= 7
     assert max(runs) == in_a_row
