@@ -9,7 +9,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -118,6 +118,44 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cache, "RING_MULTIPLE", 1)
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+
+
+@pytest.fixture
+def share_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[int]]]:
+    """Return a function that lets chunks of a prompt share passes of few tokens, as on a GPU.
+
+    Its argument is what sizes of rings are rounded up to. It returns a list. Each pass in which prompts have several
+    chunks adds the number of rows beyond one a prompt.
+    """
+    import numpy as np
+
+    from jaxspec import cache, state
+    from jaxspec.runtime import prefill
+
+    planned = prefill.PrefillPlanner.next_chunk
+
+    def share(ring_multiple: int) -> list[int]:
+        found: list[int] = []
+
+        def next_chunk(planner: prefill.PrefillPlanner) -> tuple[state.PrefillChunk, list[int]]:
+            chunk, ended = planned(planner)
+            slots = np.asarray(chunk.slots)[np.asarray(chunk.count) > 0]
+            if more := len(slots) - len(set(slots.tolist())):
+                found.append(more)
+            return chunk, ended
+
+        for name, value in dict(
+            SHARED_WIDTHS=(4, 16), SHARED_PREFILL=16, MIDDLE_WIDTH=8, PREFILL_CHUNK=16
+        ).items():
+            monkeypatch.setattr(prefill, name, value)
+        monkeypatch.setattr(prefill, "full_pass", lambda *_: 64)
+        monkeypatch.setattr(prefill.PrefillPlanner, "next_chunk", next_chunk)
+        monkeypatch.setattr(cache, "RING_MULTIPLE", ring_multiple)
+        state._empty_state.clear_cache()  # it has the rings of before
+        return found
+
+    yield share
+    state._empty_state.clear_cache()
 
 
 # Linux gives a process 65,530 memory maps, and a compiled program holds several. At the limit the compiler

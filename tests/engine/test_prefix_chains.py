@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,7 @@ from jaxspec import cache
 from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.engine.prefix_cache import store
 from jaxspec.engine.prefix_cache.copies import RowSizes
-from jaxspec.runtime import prefill
-from jaxspec.runtime.prefill import PrefillPlanner, Shapes
-from jaxspec.state import PrefillChunk
+from jaxspec.runtime.prefill import Shapes
 from tests import tiny
 from tests.cases import case, request, run
 
@@ -51,18 +49,6 @@ TOLERANCE = 1e-3
 def small_pages(monkeypatch: pytest.MonkeyPatch, wrong_forecasts: None) -> None:
     monkeypatch.setattr(cache, "PAGE", 4)
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
-
-
-@pytest.fixture
-def shared_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let prompts share passes, as on a GPU, and pieces of a prompt wherever they can."""
-    for name, value in dict(
-        SHARED_WIDTHS=(4, 16), SHARED_PREFILL=16, MIDDLE_WIDTH=8, PREFILL_CHUNK=16
-    ).items():
-        monkeypatch.setattr(prefill, name, value)
-    monkeypatch.setattr(prefill, "full_pass", lambda *_: 64)
-    monkeypatch.setattr(Shapes, "_cost_of_chunks", lambda *_: 1.0)
-    monkeypatch.setattr(cache, "RING_MULTIPLE", 32)  # pieces share passes up to there
 
 
 @functools.cache
@@ -234,7 +220,6 @@ def test_random_chains(pair: tuple[str, str], read_ahead: int) -> None:
     run_chains(pair, read_ahead, CHAINS)
 
 
-@pytest.mark.usefixtures("shared_passes")
 @pytest.mark.parametrize(
     ("pair", "chains"),
     [
@@ -243,20 +228,16 @@ def test_random_chains(pair: tuple[str, str], read_ahead: int) -> None:
     ],
 )
 def test_random_chains_whose_pieces_share_passes(
-    monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], chains: int
+    share_passes: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[str, str],
+    chains: int,
 ) -> None:
-    planned, shared = PrefillPlanner.next_chunk, 0
-
-    def next_chunk(planner: PrefillPlanner) -> tuple[PrefillChunk, list[int]]:
-        nonlocal shared
-        chunk, ended = planned(planner)
-        slots = np.asarray(chunk.slots)[np.asarray(chunk.count) > 0]
-        shared += len(slots) > len(set(slots.tolist()))
-        return chunk, ended
-
-    monkeypatch.setattr(PrefillPlanner, "next_chunk", next_chunk)
+    """Chunks share passes wherever they can, and rings have slots to spare for it."""
+    shared = share_passes(32)
+    monkeypatch.setattr(Shapes, "_cost_of_chunks", lambda *_: 1.0)
     run_chains(pair, 2, chains, MANY_SLOTS)
-    assert shared > 1
+    assert len(shared) > 1
 
 
 @pytest.mark.slow

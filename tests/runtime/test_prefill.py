@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,6 @@ from jaxspec.engine.engine import Completion, Engine, Request, Update
 from jaxspec.registry import presets
 from jaxspec.runtime import prefill
 from jaxspec.runtime.prefill import PrefillPlanner, Shapes, chunks
-from jaxspec.state import PrefillChunk
 from jaxspec.weights.define import model_def_of
 from tests.cases import NEW_TOKENS, case
 
@@ -290,39 +290,29 @@ def test_each_part_of_a_mesh_has_the_passes_of_one_device() -> None:
     ],
 )
 def test_tokens_are_the_same_where_chunks_of_a_prompt_share_a_pass(
-    monkeypatch: pytest.MonkeyPatch, name: str, drafter: str | None, multiple: int
+    share_passes: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    drafter: str | None,
+    multiple: int,
 ) -> None:
     """With rings that have no slot to spare, and with some, in pages. So are the tokens of each step."""
-    monkeypatch.setattr(cache, "RING_MULTIPLE", multiple)
-    for constant, value in dict(
-        SHARED_WIDTHS=(4, 16), SHARED_PREFILL=16, MIDDLE_WIDTH=8, PREFILL_CHUNK=16
-    ).items():
-        monkeypatch.setattr(prefill, constant, value)
-    monkeypatch.setattr(prefill, "full_pass", lambda *_: 64)
-    c, found, planned = case(name), 0, PrefillPlanner.next_chunk
-
-    def next_chunk(planner: PrefillPlanner) -> tuple[PrefillChunk, list[int]]:
-        nonlocal found
-        chunk, ended = planned(planner)
-        slots = np.asarray(chunk.slots)[np.asarray(chunk.count) > 0]
-        found += len(slots) - len(set(slots.tolist()))
-        return chunk, ended
+    shared, c = share_passes(multiple), case(name)
 
     def completions() -> dict[Any, Completion]:
-        # A length of its own: states that were made with other rings are not used.
-        made = c.engine(drafter, batch_size=16, cache_length=130 + multiple, cache_tokens=640)
+        made = c.engine(drafter, batch_size=16, cache_length=194, cache_tokens=640)
         asked = [Request(p, NEW_TOKENS, id=i) for i, p in enumerate(c.prompts)]
         return {e.id: e for e in made.run(asked) if isinstance(e, Completion)}
 
-    monkeypatch.setattr(PrefillPlanner, "next_chunk", next_chunk)
     packed = completions()
-    assert found > 4
+    assert sum(shared) > 4
     for row, completion in packed.items():
         assert completion.token_ids == c.continuation(row)
     with monkeypatch.context() as patch:
         patch.setattr(Shapes, "with_rings", lambda shapes, *_: shapes)
-        found, alone = 0, completions()
-    assert found == 0
+        shared.clear()
+        alone = completions()
+    assert not shared
     for row, completion in packed.items():
         assert completion.acceptance_lengths == alone[row].acceptance_lengths
 
