@@ -20,6 +20,7 @@ query still sees.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -278,6 +279,36 @@ def early_destination(
     if cache.ring_slack is not None and tokens > cache.ring_slack:
         return None
     return destination(cache, tokens, start, count, slots)
+
+
+def of_parts(cache: KVCache | None, rows: Sequence[int]) -> list[KVCache]:
+    """Return the cache for each part of a pass, with the pages of its rows.
+
+    Args:
+      rows: of each part. The cache has the tables of all, one part behind the other.
+    """
+    if cache is None:
+        return []
+    if cache.table is None:
+        return [cache] * len(rows)
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    tables = [cache.table[end - n : end] for end, n in zip(ends, rows, strict=True)]
+    return [cache.replace(table=table) for table in tables]
+
+
+def joined_destination(parts: Sequence[Destination | None]) -> Destination:
+    """Return where the tokens of several parts of a pass go, as of one row.
+
+    Raises:
+      ValueError: a part must not be written before its queries attend.
+    """
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        raise ValueError("rows of a pass of several widths are longer than the slack of rings")
+    index = jnp.concatenate([part.index.reshape(1, -1) for part in known], axis=1)
+    pages = [part.pages for part in known if part.pages is not None]
+    joined = jnp.concatenate([of.reshape(1, -1) for of in pages], axis=1) if pages else None
+    return Destination(known[0].k, known[0].v, index, joined)
 
 
 def segments_of_pass(

@@ -70,6 +70,18 @@ def prefill(
         only_logit_rows=drafter is None or drafter.reads_last_hidden_only,
         images=chunk.images,
     )
+    return finish_chunk(spec, drafter, state, chunk, output, grammar).without_tables()
+
+
+def finish_chunk(
+    spec: DecodeSpec,
+    drafter: AnyDrafter | None,
+    state: DecodeState,
+    chunk: PrefillChunk,
+    output: TargetOutput,
+    grammar: Automaton | None,
+) -> DecodeState:
+    """Do what comes after the target's pass over a chunk of prompts."""
     state = dataclasses.replace(state, caches=output.caches)
     if drafter is not None:
         kept = Kept.of(chunk.tokens, output, chunk.start, chunk.count, chunk.slots)
@@ -85,7 +97,7 @@ def prefill(
     no_draft, allowed = constraint.apply(rows, Draft.none(chunk.slots.shape[0]))
     rows, _ = accept_and_commit(spec, rows, no_draft, output.logits, constraint, allowed)
     ends = jnp.where(chunk.is_last, chunk.slots, state.active.shape[0])  # other rows are dropped
-    return put_rows(state, dataclasses.replace(rows, slots=ends)).without_tables()
+    return put_rows(state, dataclasses.replace(rows, slots=ends))
 
 
 def decode_step(
@@ -168,6 +180,18 @@ def verify_step(
     """
     draft, allowed = constraint.apply(state, draft)
     output = target_pass(target, state, draft, feature_layers)
+    return commit_pass(spec, state, draft, output, constraint, allowed)
+
+
+def commit_pass(
+    spec: DecodeSpec,
+    state: DecodeState,
+    draft: Draft,
+    output: TargetOutput,
+    constraint: Constraint,
+    allowed: Allowed | None,
+) -> tuple[DecodeState, Kept]:
+    """Accept drafts after the target's pass over them. The result is that of `verify_step`."""
     after, result = accept_and_commit(spec, state, draft, output.logits, constraint, allowed)
     count = jnp.where(state.active, result.accepted + 1, 0)  # the anchor and the accepted drafts
     if result.path is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int, UInt8, UInt32
+from jaxtyping import Bool, Float, Int, Shaped, UInt8, UInt32
 
 Params = dict[str, Any]
 """The weights of one model by dotted module path, such as `layers.0.attention.qkv`.
@@ -19,4 +19,4 @@ Params = dict[str, Any]
 A weight is an array, or a `quantised.QuantisedArray`.
 """
 
-__all__ = ["Array", "Bool", "DTypeLike", "Float", "Int", "Params", "UInt8", "UInt32"]
+__all__ = ["Array", "Bool", "DTypeLike", "Float", "Int", "Params", "Shaped", "UInt8", "UInt32"]

@@ -137,8 +137,10 @@ def share_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], li
     def share(ring_multiple: int) -> list[int]:
         found: list[int] = []
 
-        def next_chunk(planner: prefill.PrefillPlanner) -> tuple[state.PrefillChunk, list[int]]:
-            chunk, ended = planned(planner)
+        def next_chunk(
+            planner: prefill.PrefillPlanner, **kwargs: Any
+        ) -> tuple[state.PrefillChunk, list[int]]:
+            chunk, ended = planned(planner, **kwargs)
             slots = np.asarray(chunk.slots)[np.asarray(chunk.count) > 0]
             if more := len(slots) - len(set(slots.tolist())):
                 found.append(more)

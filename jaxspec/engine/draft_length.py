@@ -220,6 +220,11 @@ class DraftLengthController:
             return Choice(gate.steps, chooser.full, tuple(costs.values())), gate
         return choice._replace(steps=gate.steps), gate
 
+    @property
+    def verifies_all(self) -> bool:
+        """True if calls verify all drafts, unless their steps choose otherwise."""
+        return self.chooser is None or self.chooser.current == self.chooser.full
+
     def skip(self) -> None:
         """Learn nothing from the next call, whose time is not that of a usual one."""
         self._call = self._prepared = None

@@ -122,6 +122,9 @@ class Engine:
         at least one pass. While rows are missing, a decode call between two such passes has one
         step. None: on a GPU as many passes as rows wait for less than a quarter of a second, or one
         if several processes run the engine; on a CPU the prompts of all slots.
+      mixed_chunks: whether rows decode in the passes over prompts too, one step a pass, where at least half of the
+        slots run. Passes of their own read the weights again. For drafts that are chains, prompts without images
+        that no ring is too short for, and a mesh that does not split the rows.
       read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while
         all slots are taken. A free slot then goes on at once. Rounded up to a multiple of the mesh's
         data axis. None: as many as keep passes full on a GPU, fewer if memory is short; none with
@@ -156,6 +159,7 @@ class Engine:
         num_stop_ids: int = STOP_IDS,
         steps_per_return: int = 16,
         max_prefill_tokens: int | None = None,
+        mixed_chunks: bool = False,
         read_ahead: int | None = None,
         invariant: bool = False,
         choose_length: ChooseLength = "exact",
@@ -211,7 +215,9 @@ class Engine:
         shapes = Shapes.of(
             spec.target, slots, mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
         )
-        beside = dict(prefix_bytes=prefix_bytes, pass_tokens=shapes.most_tokens(cache_length))
+        pass_tokens = shapes.most_tokens(cache_length)
+        pass_tokens += slots * spec.step_tokens if mixed_chunks else 0
+        beside = dict(prefix_bytes=prefix_bytes, pass_tokens=pass_tokens)
         if read_ahead is None:
             least = parts * cache_length if cache_tokens == "auto" else cache_tokens
             read_ahead = memory.plan_read_ahead(*sizes, cache_tokens=least, **beside)
@@ -245,7 +251,7 @@ class Engine:
         )
         self.draft_length = DraftLengthController(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
-        self.max_prefill_tokens = max_prefill_tokens
+        self.max_prefill_tokens, self.mixed_chunks = max_prefill_tokens, mixed_chunks
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._prefixes: tuple[Store, ...] = ()  # of each part of the slots
         if prefix_bytes:
@@ -571,6 +577,7 @@ class Engine:
             self.draft_length,
             self._executor,
             max_prefill_tokens=self.max_prefill_tokens,
+            mixed_chunks=self.mixed_chunks,
             prefixes=self._prefixes,
         )
 

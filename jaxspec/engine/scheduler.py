@@ -27,7 +27,14 @@ from jaxspec.engine.prefix_cache.planner import PrefixPlanner
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Completion, Request, Update, num_positions
 from jaxspec.engine.slots import Progress, Slots, SlotsPart
-from jaxspec.runtime.prefill import PREFILL_CHUNK, PrefillPlanner, make_chunk, on_cpu
+from jaxspec.runtime.prefill import (
+    PREFILL_CHUNK,
+    SHARED_WIDTHS,
+    PrefillPlanner,
+    make_chunk,
+    on_cpu,
+)
+from jaxspec.state import PrefillChunk
 
 CALLS_AHEAD = 2
 """A row gets pages for its prompt and so many decode calls when it is admitted, and more as it needs them."""
@@ -50,6 +57,7 @@ class Scheduler:
       executor: of one thread, which waits for the device.
       max_prefill_tokens: prompt tokens that are prefilled before rows decode on. None: as many as
         they may wait for, where calls are timed; else those of all prompts that have slots.
+      mixed_chunks: whether rows decode in the passes over prompts, where they can.
       prefixes: stored prefixes of each part of the slots, which rows share. (): no prefix cache.
 
     Attributes:
@@ -66,6 +74,7 @@ class Scheduler:
         executor: Executor,
         *,
         max_prefill_tokens: int | None,
+        mixed_chunks: bool = False,
         prefixes: Sequence[Store] = (),
     ):
         self.runtime = runtime = slots.runtime
@@ -99,6 +108,10 @@ class Scheduler:
         self._pass_width = 0  # of the newest pass; its most tokens of a prompt, if these are more
         self._narrow_from = math.inf  # as in `PrefillPlanner`
         self._events: list[Update | Completion] = []  # that no step has returned yet
+        spec = runtime.spec
+        self._mixes = mixed_chunks and not runtime.invariant and spec.tree is None
+        self._mixes &= row_subset.addressable(spec)
+        self._is_mixed = False  # the launched call
         self._paused_s = 0.0  # of passes since rows decoded
 
     def step(self, max_steps: int) -> list[Update | Completion]:
@@ -117,7 +130,10 @@ class Scheduler:
         self._planner.narrow_from = self._narrow_from if self.running else math.inf
         self._admit()
         if self._should_prefill(max_steps):
-            self._prefill()
+            if self._should_mix():
+                self._mix(max_steps)
+            else:
+                self._prefill()
         elif self.running:
             self._decode(max_steps)
         self.draft_length.prepare()
@@ -164,6 +180,11 @@ class Scheduler:
         else:
             passes = runtime.shapes.of_prompts(prompt_lengths)
         chunks = [make_chunk({}, rows, width, slots.count) for rows, width in passes]
+        mixed = [
+            make_chunk({}, rows, SHARED_WIDTHS[0], slots.count)
+            for rows in (runtime.shapes.mixed_rows if self._mixes else ())
+        ]
+        decoding = runtime.first_slots(runtime.batch_size)
         if runtime.vision_params is not None:
             chunks += runtime.warm_up_vision(chunks, slots.count)
         small_batches = row_subset.counts(
@@ -175,6 +196,8 @@ class Scheduler:
             for guided in kinds:  # first, since they compile longest
                 runtime.bind_decode(state, of_decode, 1, guided=guided, tables=tables)
             self.draft_length.begin_compiling(state, of_decode, small_batches)
+            for chunk in mixed:
+                runtime.bind_mixed(state, of_decode, chunk, decoding, tables)
             for chunk in chunks:
                 runtime.bind_prefill(state, chunk, of_prefill, tables)
         runtime.wait_for_programs()
@@ -192,6 +215,10 @@ class Scheduler:
         decode = functools.partial(runtime.bind_decode, slots.state, of_decode, 1, tables=tables)
         calls = [
             *(runtime.bind_prefill(slots.state, chunk, of_prefill, tables) for chunk in chunks),
+            *(
+                runtime.bind_mixed(slots.state, of_decode, chunk, decoding, tables)
+                for chunk in mixed
+            ),
             *(decode(guided=guided) for guided in kinds),
             *(decode(slots=subset) for subset in subsets),
         ]
@@ -438,20 +465,52 @@ class Scheduler:
             return False
         return self._planner.num_left < self.runtime.shapes.full_tokens
 
+    def _should_mix(self) -> bool:
+        """Return whether running rows decode in the next pass over prompts.
+
+        The pass computes as many rows as there are slots, so half of these have to run.
+        """
+        if not self._mixes or 2 * len(self.running) < self.runtime.batch_size:
+            return False
+        rows = (self.slots.rows[slot] for slot in self.running)
+        if any(row is not None and row.request.grammar is not None for row in rows):
+            return False
+        return self.draft_length.verifies_all and self._planner.can_mix
+
+    def _mix(self, max_steps: int) -> None:
+        """Launch one decode step in whose pass prompts are read."""
+        self._grow_rows(1)
+        if not self._planner.can_mix:  # the rows of its prompts gave up their pages
+            self._decode(max_steps)
+            return
+        runtime, slots = self.runtime, self.slots
+        chunk = self._next_chunk(mixed=True)
+        self._prefill_tokens, self._is_mixed = 0, True
+        self.draft_length.skip()
+        request = slots.output_request(max_steps)
+        decoding = row_subset.fill(self.running, runtime.batch_size, slots.count)
+        call = runtime.bind_mixed(slots.state, request, chunk, decoding, slots.tables)
+        slots.launch(self.executor, request, call, runtime.spec.num_draft_tokens)
+
+    def _next_chunk(self, *, mixed: bool = False) -> PrefillChunk:
+        """Return the chunk of the next pass, whose prompts are prefilled from its launch on."""
+        self._deferred_steps = 0
+        chunk, ended = self._planner.next_chunk(mixed=mixed)
+        self._is_busy = True
+        for slot in ended:
+            row = self.slots.rows[slot]
+            assert row is not None
+            row.is_prefilled = True
+        return self.slots.with_masks(chunk, ended)
+
     def _prefill(self) -> None:
         """Launch a prefill pass."""
-        self._deferred_steps = 0
         begins = {slot: begin for slot, (_, begin) in self._planner.pending.items()}
-        chunk, ended = self._planner.next_chunk()
+        chunk = self._next_chunk()
         self._prefill_tokens += chunk.tokens.size
         taken = [end - begins[slot] for slot, end in self._planner.last_ends.items()]
         self._pass_width = max(chunk.tokens.shape[1], *taken)
-        slots, self._is_busy = self.slots, True
-        for slot in ended:
-            row = slots.rows[slot]
-            assert row is not None
-            row.is_prefilled = True
-        chunk = slots.with_masks(chunk, ended)
+        slots = self.slots
         request = slots.output_request(0)
         call = self.runtime.bind_prefill(slots.state, chunk, request, slots.tables)
         slots.launch(self.executor, request, call)
@@ -527,19 +586,20 @@ class Scheduler:
         slots = self.slots
         taken_s = slots.wait()  # after an interrupt, `step` or `close` waits again
         self._is_busy = False
+        if self._prefixes is not None and (self._prefill_tokens or self._is_mixed):
+            self._prefixes.keep(slots)
         if self._prefill_tokens:
             self.runtime.timings.prefill_s += taken_s
             self._paused_s += taken_s
             # The next pass may be as full as the last ones were.
             self._pass_s = max(taken_s, self._pass_s / 2)
             self._learn_width(taken_s)
-            if self._prefixes is not None:
-                self._prefixes.keep(slots)
         else:
             self.runtime.timings.decode_s += taken_s
             self._paused_s = 0.0
             lengths = slots.new_acceptance_lengths
-            if steps := max(map(len, lengths), default=0):
+            if not self._is_mixed and (steps := max(map(len, lengths), default=0)):
                 self._step_s = taken_s / steps
             self.draft_length.learn(lengths, taken_s)
+        self._is_mixed = False
         return slots.collect(self.running)

@@ -25,7 +25,7 @@ from jaxspec.mesh import (
     whole_rows,
 )
 from jaxspec.models.layers import rope_cos_sin, rope_frequencies, sums_of
-from jaxspec.models.target import Placement
+from jaxspec.models.target import Placement, joined_row
 from jaxspec.models.xla import in_order
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.kv import KVStorage
@@ -117,7 +117,8 @@ class Attention(nnx.Module):
           cache: the layer's own; None to attend to this pass alone, or where `shared` is read.
           shared: the K/V of another layer's queries, for a layer without keys of its own.
         """
-        _, groups, head_dim, _ = self.out.shape
+        if where.parts:
+            return self._of_parts(x, where, cache, shared)
         # In a pass that may see later tokens, those that are older come from the cache alone.
         seen_by = None if self.window is None else where.seen_by
         # A tree's keys and values wait until it is known which tokens stay (`target.keep_rows`).
@@ -125,21 +126,7 @@ class Attention(nnx.Module):
         into = None
         if to_write is not None and seen_by is None:
             into = kv.early_destination(to_write, x.shape[1], *where.written)
-        q, k, v = project_qkv(
-            x,
-            self.qkv[...],
-            self.q_norm[...],
-            self.k_norm[...] if self.owns_kv else None,
-            where.positions,
-            rope_frequencies(head_dim, *self.rope),
-            groups=groups,
-            eps=self.eps,
-            norm_values=self.norm_values,
-            into=into,
-            stored=self.stored,
-            # Derivatives pass `rounded`, but not a conversion to fp8.
-            kv_dtype=None if self.stored is None or cache is None else self.stored.dtype,
-        )
+        q, k, v = self._project(x, where.positions, into, has_cache=cache is not None)
         if k is None or v is None:
             assert shared is not None
             segments = shared
@@ -153,21 +140,87 @@ class Attention(nnx.Module):
             segments = (kv.pass_segment(k, v, where.positions, where.count, visible),)
             if cache is not None:
                 segments = (kv.view(cache, where.start, where.slots), *segments)
-        assert q is not None
-        out = attend(
-            q,
-            where.positions,
-            segments,
-            scale=self.score_scale,
-            window=self.window,
-            causal=seen_by is None,
-            stored=self.stored,
-        )
+        out = self._attend(q, where.positions, segments, causal=seen_by is None)
         if to_write is not None and k is not None and v is not None:
             if into is None:
                 out, (k, v) = in_order(out, (k, v))
             cache = kv.keep_pass(to_write, into, k, v, *where.written)
         return whole_rows(sums_of(out, self.out[...], inputs=3)), cache, segments
+
+    def _of_parts(
+        self,
+        x: Float[Array, "1 T D"] | Rounded,
+        where: Placement,
+        cache: KVCache | None,
+        shared: tuple[KVSegment, ...] | None,
+    ) -> tuple[Float[Array, "1 T D"] | Sums, KVCache | None, tuple[KVSegment, ...]]:
+        """Do as `__call__` in a pass whose rows have several widths. Each of these attends by itself.
+
+        The segments are one a part. All keys and values are written before a query attends.
+        """
+        into, of_parts = None, kv.of_parts(cache, [part.count.size for part in where.parts])
+        if cache is not None:
+            into = kv.joined_destination(
+                [
+                    kv.early_destination(of_part, part.positions.shape[1], *part.written)
+                    for of_part, part in zip(of_parts, where.parts, strict=True)
+                ]
+            )
+        q, k, v = self._project(x, where.positions, into, has_cache=True)
+        segments = shared
+        if k is not None and v is not None:
+            assert cache is not None
+            cache = cache.replace(k=k, v=v)
+            segments = tuple(
+                kv.view(of_part.replace(k=k, v=v), part.start + part.count, part.slots)
+                for of_part, part in zip(of_parts, where.parts, strict=True)
+            )
+        assert q is not None
+        assert segments is not None
+        outs = [
+            self._attend(q_of_part, part.positions, (segment,))
+            for q_of_part, part, segment in zip(where.split(q), where.parts, segments, strict=True)
+        ]
+        return whole_rows(sums_of(joined_row(outs), self.out[...], inputs=3)), cache, segments
+
+    def _project(
+        self,
+        x: Float[Array, "B T D"] | Rounded,
+        positions: Int[Array, "B T"],
+        into: Destination | None,
+        *,
+        has_cache: bool,
+    ) -> QKV:
+        """Return the layer's queries, keys and values."""
+        _, groups, head_dim, _ = self.out.shape
+        return project_qkv(
+            x,
+            self.qkv[...],
+            self.q_norm[...],
+            self.k_norm[...] if self.owns_kv else None,
+            positions,
+            rope_frequencies(head_dim, *self.rope),
+            groups=groups,
+            eps=self.eps,
+            norm_values=self.norm_values,
+            into=into,
+            stored=self.stored,
+            # Derivatives pass `rounded`, but not a conversion to fp8.
+            kv_dtype=None if self.stored is None or not has_cache else self.stored.dtype,
+        )
+
+    def _attend(
+        self,
+        q: Float[Array, "B T K G H"] | None,
+        positions: Int[Array, "B T"],
+        segments: tuple[KVSegment, ...],
+        *,
+        causal: bool = True,
+    ) -> Float[Array, "B T K G H"]:
+        """Let queries attend to keys, as the layer does."""
+        assert q is not None
+        options: dict[str, Any] = dict(scale=self.score_scale, window=self.window, causal=causal)
+        return attend(q, positions, segments, **options, stored=self.stored)
 
 
 def project_qkv(

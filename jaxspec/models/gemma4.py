@@ -80,8 +80,10 @@ class Gemma4(Target):
         run, whole = forgotten(run_layer, where.remat), where
         narrow_at = self.first_behind_keys(feature_layers)
         for i, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
-            if i == narrow_at and whole.wanted is not None:
-                only = whole.replace(wanted=_two_at_least(whole.wanted))
+            if i == narrow_at and not whole.is_all_wanted:
+                only = whole
+                if whole.wanted is not None:
+                    only = whole.replace(wanted=_two_at_least(whole.wanted))
                 stream, per_layer = jax.tree.map(only.only_wanted, (stream, per_layer))
                 where = only.narrowed()
             stream, new_cache, seen = run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxspec.cache import KVCache, KVSegment, Paging
 from jaxspec.configs.base import TargetConfig
 from jaxspec.models.xla import materialize
 from jaxspec.quantised.kv import KVFormat, KVStorage
-from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
+from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int, Shaped
 from pallas_kernels.common.single_row import repeat_if_single
 
 Caches = tuple[KVCache | None, ...]
@@ -41,6 +42,7 @@ class Placement(struct.PyTreeNode):
       seen_by: the tokens of the pass that each of its tokens sees in layers with a window; None: all
         before it. In such a pass later tokens may be seen, see `ImageTokens`.
       remat: whether a backward pass computes each layer again instead of keeping its activations.
+      parts: of a pass whose rows have two widths or more, the rows of each width, see `joined`. Then B is 1.
     """
 
     positions: Int[Array, "B T"]
@@ -52,14 +54,43 @@ class Placement(struct.PyTreeNode):
     wanted: Int[Array, "B R"] | None = None
     seen_by: Bool[Array, "B T T"] | None = None
     remat: bool = struct.field(pytree_node=False, default=False)
+    parts: tuple[Placement, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: tuple[Placement, ...]) -> Placement:
+        """Return the placement of all tokens of rows of several widths, behind each other in one row.
+
+        The caches of such a pass have the tables of all rows, in the order of the parts.
+        """
+        real = [
+            jnp.ones(part.positions.size, bool) if part.real is None else part.real
+            for part in parts
+        ]
+        positions = joined_row([part.positions for part in parts])
+        start, count = jnp.zeros(1, jnp.int32), jnp.full(1, positions.size, jnp.int32)
+        return cls(positions, start, count, real=jnp.concatenate(real), parts=parts)
+
+    def split(self, x: Float[Array, "1 T *D"]) -> list[Float[Array, "_ _ *D"]]:
+        """Return the values of the tokens of each part, row by row."""
+        return split_row(x, [part.positions.shape for part in self.parts])
 
     @property
     def written(self) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"] | None]:
         """The part of the caches that a pass writes: first position, count, and cache row."""
         return self.start, self.count, self.slots
 
+    @property
+    def is_all_wanted(self) -> bool:
+        """True if the hidden states of all tokens are wanted."""
+        return self.wanted is None and all(part.wanted is None for part in self.parts)
+
     def only_wanted(self, x: Float[Array, "B T *D"]) -> Float[Array, "B R *D"]:
         """Return the values of the wanted tokens, or x itself where all are wanted."""
+        if self.is_all_wanted:
+            return x
+        if self.parts:
+            pairs = zip(self.parts, self.split(x), strict=True)
+            return joined_row([part.only_wanted(of_part) for part, of_part in pairs])
         if self.wanted is None:
             return x
         return jnp.take_along_axis(
@@ -71,9 +102,32 @@ class Placement(struct.PyTreeNode):
 
         All of them are real.
         """
+        if self.parts:
+            parts = (part if part.is_all_wanted else part.narrowed() for part in self.parts)
+            return Placement.joined(tuple(parts))
         assert self.wanted is not None
         positions = jnp.take_along_axis(self.positions, self.wanted, axis=1)
         return self.replace(positions=positions, real=None, wanted=None)
+
+
+def joined_row(parts: Sequence[Shaped[Array, "_ _ *D"]]) -> Shaped[Array, "1 T *D"]:
+    """Return values of the tokens of several parts behind each other, in one row."""
+    return jnp.concatenate([x.reshape(1, -1, *x.shape[2:]) for x in parts], axis=1)
+
+
+def split_row(
+    x: Shaped[Array, "1 T *D"], shapes: Sequence[tuple[int, ...]]
+) -> list[Shaped[Array, "_ _ *D"]]:
+    """Undo `joined_row`.
+
+    Args:
+      shapes: the rows and the width of each part.
+    """
+    parts, end = [], 0
+    for rows, width in shapes:
+        begin, end = end, end + rows * width
+        parts.append(x[0, begin:end].reshape(rows, width, *x.shape[2:]))
+    return parts
 
 
 class ImageTokens(struct.PyTreeNode):

@@ -289,13 +289,44 @@ class Shapes:
         rows = self._rows_for(width, counts)
         return rows, width, {slot: min(width, left[slot]) for slot in self._first(left, rows)}
 
+    @property
+    def mixed_rows(self) -> list[int]:
+        """Rows of the passes over prompts, `SHARED_WIDTHS[0]` wide, that rows which decode can share; see `next_mixed`."""
+        if not self.ring or self.parts > 1:
+            return []
+        width = SHARED_WIDTHS[0]
+        return sorted({min(PREFILL_CHUNK, self.full) // width, self.full // width})
+
+    def next_mixed(
+        self, left: Mapping[int, int], begins: Mapping[int, int]
+    ) -> tuple[int, dict[int, int]] | None:
+        """Return the rows of the next pass that rows which decode share, and the tokens of each slot in it.
+
+        None: prompts are better read in a pass of their own. They are if one goes beyond a ring, where a pass has
+        one row of it. Arguments are as in `next_pass`.
+        """
+        if not self.mixed_rows or any(begins[slot] + left[slot] > self.ring for slot in left):
+            return None
+        small, full = self.mixed_rows[0], self.mixed_rows[-1]
+        needed = sum(-(-count // SHARED_WIDTHS[0]) for count in left.values())
+        rows = full if 2 * needed >= full else small
+        return rows, self._in_chunks(left, begins, self.full, rows)
+
     def _in_chunks(
-        self, left: Mapping[int, int], begins: Mapping[int, int], limit: int
+        self,
+        left: Mapping[int, int],
+        begins: Mapping[int, int],
+        limit: int,
+        rows: int | None = None,
     ) -> dict[int, int]:
-        """Return the tokens of each slot in a full pass whose rows are chunks: `limit` of a prompt, or fewer."""
-        width, taken = SHARED_WIDTHS[0], dict[int, int]()
+        """Return the tokens of each slot in a pass whose rows are chunks: `limit` of a prompt, or fewer.
+
+        Args:
+          rows: of each part; None: those of a full pass.
+        """
+        width, taken, of_part = SHARED_WIDTHS[0], dict[int, int](), rows
         for slots in self.by_part(left):
-            rows = self.full_rows(width) // self.parts
+            rows = self.full_rows(width) // self.parts if of_part is None else of_part
             for slot in slots:
                 up_to_ring = max(width, self.ring - begins.get(slot, self.ring))
                 count = min(left[slot], limit, up_to_ring, rows * width)
@@ -561,12 +592,17 @@ class PrefillPlanner:
         if self.pending.pop(slot, None) is not None:
             del self.images[slot]
 
-    def next_chunk(self) -> tuple[PrefillChunk, list[int]]:
+    def next_chunk(self, *, mixed: bool = False) -> tuple[PrefillChunk, list[int]]:
         """Return the next pass, and the slots whose prompts end in it.
 
         Unused rows of a pass have a slot number past the last.
+
+        Args:
+          mixed: whether rows that decode share the pass, which `can_mix` says.
         """
-        rows, width, ends = self._next_pass()
+        found = self._next_mixed() if mixed else self._next_pass()
+        assert found is not None
+        rows, width, ends = found
         prompts = {slot: self.pending[slot] for slot in ends}
         self.last_ends = ends
         shapes = self.shapes
@@ -578,6 +614,23 @@ class PrefillPlanner:
         for slot in ended:
             self.remove(slot)
         return chunk, ended
+
+    @property
+    def can_mix(self) -> bool:
+        """True if rows that decode can share the next pass."""
+        return bool(self.pending) and self._next_mixed() is not None
+
+    def _next_mixed(self) -> tuple[int, int, dict[int, int]] | None:
+        """Return the next pass that rows which decode share, as `_next_pass`; None: there is none."""
+        if any(self.images[slot] for slot in self.pending):
+            return None
+        begins = {slot: begin for slot, (_, begin) in self.pending.items()}
+        found = self.shapes.next_mixed(self._left(), begins)
+        if found is None:
+            return None
+        rows, taken = found
+        ends = {slot: begins[slot] + count for slot, count in taken.items()}
+        return rows, SHARED_WIDTHS[0], ends
 
     @property
     def num_left(self) -> int:

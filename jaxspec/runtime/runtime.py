@@ -34,6 +34,7 @@ from jaxspec.cache import HostTables, Paging, caches_of
 from jaxspec.configs.gemma4_vision import IMAGE_TOKENS, Gemma4VisionConfig
 from jaxspec.decode_loop import decode_loop
 from jaxspec.drafters.tree import settle_num_draft_tokens
+from jaxspec.mixed_step import mixed_step
 from jaxspec.models.target import ImageTokens
 from jaxspec.options import VALUES, Drafting, FieldError, ProgramFeatures, Sampling
 from jaxspec.runtime.prefill import Shapes, chunks, make_chunk
@@ -49,7 +50,7 @@ from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
 from jaxspec.weights.trees import flat_params
 
-Phase = Literal["admit", "prefill", "decode", "retire", "clear"]
+Phase = Literal["admit", "prefill", "decode", "mixed", "retire", "clear"]
 
 StepResult = tuple[DecodeState, PackedOutput | None]
 """The next state, and the output that was requested."""
@@ -181,6 +182,7 @@ _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
     "admit": _admit,
     "prefill": decode.prefill,
     "decode": decode_loop,
+    "mixed": mixed_step,
     "retire": states.retire,
     "clear": states.clear,
 }
@@ -416,10 +418,32 @@ class Runtime:
           output: the output to return beside the next state; None: none.
           tables: the pages of all rows, with paging.
         """
-        if self.spec.program_features.grammars and chunk.masks is None:
-            words = words_of(self.spec.target.config.vocab_size)
-            chunk = dataclasses.replace(chunk, masks=np.full((len(chunk.tokens), words), ALL))
-        return self._bind("prefill", state, output, chunk, tables=tables)
+        return self._bind("prefill", state, output, self._with_masks(chunk), tables=tables)
+
+    def bind_mixed(
+        self,
+        state: DecodeState,
+        output: OutputRequest | None,
+        chunk: PrefillChunk,
+        slots: np.ndarray,
+        tables: HostTables | None = None,
+    ) -> Callable[[DecodeState], StepResult]:
+        """Return the call of a step that verifies all drafts of some rows, and prefills a chunk in the same pass.
+
+        Args:
+          slots: the rows that decode, `batch_size` of them; see `row_subset.fill`.
+          output, tables: as in `bind_prefill`.
+        """
+        spec = self.spec.verifying(self.spec.num_draft_tokens).asking(False)
+        chunk = self._with_masks(chunk)
+        return self._bind("mixed", state, output, chunk, slots, tables=tables, spec=spec)
+
+    def _with_masks(self, chunk: PrefillChunk) -> PrefillChunk:
+        """Return a chunk with the masks that its program takes, if it has none."""
+        if not self.spec.program_features.grammars or chunk.masks is not None:
+            return chunk
+        words = words_of(self.spec.target.config.vocab_size)
+        return dataclasses.replace(chunk, masks=np.full((len(chunk.tokens), words), ALL))
 
     @property
     def vision_config(self) -> Gemma4VisionConfig | None:
@@ -613,7 +637,7 @@ class Runtime:
             key = (*key, "guided")
         if sizes is not None:
             key = (*key, *sizes)
-        runs_models = phase in ("prefill", "decode")
+        runs_models = phase in ("prefill", "decode", "mixed")
         weights = (self.target_params, self.drafter_params) if runs_models else ()
         if key not in self.used:
             begin = time.perf_counter()

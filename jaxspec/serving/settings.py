@@ -119,6 +119,10 @@ class ProgramOptions:
         "Prompt tokens, padding included, that are read before the other rows decode on.",
         range=at_least(1),
     )
+    mixed_chunks: bool = option(
+        False,
+        "Let rows decode in the passes over prompts, too, while at least half of the slots run.",
+    )
     choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
     invariant: bool = option(
         False,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.length_forecast import LengthForecast
+from jaxspec.engine.scheduler import Scheduler
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +41,16 @@ def wrong_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         LengthForecast, "__call__", lambda *args: rng.choice((at_once, at_limits))(*args)
     )
+
+
+@pytest.fixture
+def mixed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each call in whose pass prompts are read adds the number of rows that decode in it."""
+    found, mix = [], Scheduler._mix
+
+    def counting(scheduler: Scheduler, max_steps: int) -> None:
+        found.append(len(scheduler.running))
+        mix(scheduler, max_steps)
+
+    monkeypatch.setattr(Scheduler, "_mix", counting)
+    return found

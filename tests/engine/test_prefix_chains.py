@@ -52,7 +52,9 @@ def small_pages(monkeypatch: pytest.MonkeyPatch, wrong_forecasts: None) -> None:
 
 
 @functools.cache
-def engines(name: str, drafter: str, read_ahead: int, slots: int = SLOTS) -> tuple[Engine, Engine]:
+def engines(
+    name: str, drafter: str, read_ahead: int, slots: int = SLOTS, mixed: bool = False
+) -> tuple[Engine, Engine]:
     """Return an engine with a store, and one without."""
     options: dict[str, Any] = dict(cache_length=CACHE, draft_sampling=True, logprobs=True)
     options |= dict(choose_length="never", steps_per_return=2)
@@ -63,6 +65,7 @@ def engines(name: str, drafter: str, read_ahead: int, slots: int = SLOTS) -> tup
         drafter,
         batch_size=slots,
         read_ahead=read_ahead,
+        mixed_chunks=mixed,
         cache_tokens=TOKENS,
         prefix_bytes=of_slot,
         prefix_host_bytes=ENTRIES_IN_HOST_MEMORY * of_slot,
@@ -87,15 +90,16 @@ class Chains(RuleBasedStateMachine):
       pair: names of the target's feature set and of the drafter.
       read_ahead: rows beside the slots.
       slots: of the engine.
+      mixed: whether rows decode in passes over prompts.
     """
 
     prompts = Bundle("prompts")
     running = Bundle("running")
 
-    def __init__(self, pair: tuple[str, str], read_ahead: int, slots: int):
+    def __init__(self, pair: tuple[str, str], read_ahead: int, slots: int, mixed: bool):
         super().__init__()
         self.pair = pair
-        self.hot, _ = engines(*pair, read_ahead, slots)
+        self.hot, _ = engines(*pair, read_ahead, slots, mixed)
         self.hot.reset()
         self.hot.target_params = self.hot.target_params  # empties the store
         self.asked: dict[Hashable, Request] = {}
@@ -146,6 +150,13 @@ class Chains(RuleBasedStateMachine):
             asked = request(prompt, NEW, temperature=temperature, logprobs=True, sample=sample)
             self.asked[self.hot.add(dataclasses.replace(asked, id=self.count))] = asked
         return self.count
+
+    @rule(several=st.lists(prompts, min_size=2, max_size=4), temperature=TEMPERATURES)
+    def add_in_turn(self, several: list[tuple[int, ...]], temperature: float) -> None:
+        """Add prompts, and let the engine go on for a step after each."""
+        for prompt in several:
+            self.add(prompt, 1, temperature)
+            self.step(1)
 
     @rule(steps=st.integers(1, 3))
     def step(self, steps: int) -> None:
@@ -198,10 +209,12 @@ CHAINS, MANY_CHAINS = 6, 60
 """By default of each quick pair, and as a slow test of every pair. Hypothesis draws the same ones each time."""
 
 
-def run_chains(pair: tuple[str, str], read_ahead: int, chains: int, slots: int = SLOTS) -> None:
+def run_chains(
+    pair: tuple[str, str], read_ahead: int, chains: int, slots: int = SLOTS, mixed: bool = False
+) -> None:
     """Run so many random chains of up to 20 operations, each on an empty store."""
     run_state_machine_as_test(
-        lambda: Chains(pair, read_ahead, slots),
+        lambda: Chains(pair, read_ahead, slots, mixed),
         settings=settings(
             max_examples=chains,
             stateful_step_count=20,
@@ -238,6 +251,24 @@ def test_random_chains_whose_pieces_share_passes(
     monkeypatch.setattr(Shapes, "_cost_of_chunks", lambda *_: 1.0)
     run_chains(pair, 2, chains, MANY_SLOTS)
     assert len(shared) > 1
+
+
+@pytest.mark.parametrize(
+    ("pair", "chains"),
+    [
+        (("26b-a4b", "mtp"), CHAINS),
+        *(pytest.param(pair, MANY_CHAINS, marks=pytest.mark.slow) for pair in EVERY_PAIR),
+    ],
+)
+def test_random_chains_whose_rows_decode_in_passes_over_prompts(
+    share_passes: Callable[[int], list[int]],
+    mixed_calls: list[int],
+    pair: tuple[str, str],
+    chains: int,
+) -> None:
+    share_passes(64)
+    run_chains(pair, 2, chains, mixed=True)
+    assert len(mixed_calls) > 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ After every operation nothing is lost, nothing told twice, and no slot leaks.
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +126,7 @@ class Trial:
 
 
 OPERATIONS = ("add", "add", "cancel", "step", "step", "step", "finish", "new weights")
-ENGINES: dict[tuple[str | None, int, int | None, str], Engine] = {}
+ENGINES: dict[tuple[str | None, int, int | None, str, bool], Engine] = {}
 SOME_PREFIXES = 3  # that the store has room for in host memory
 
 
@@ -136,17 +136,20 @@ def small_pages(monkeypatch: pytest.MonkeyPatch, wrong_forecasts: None) -> None:
     monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 
-def engine_of(drafter: str | None, read_ahead: int, most: int | None, kind: str) -> Engine:
+def engine_of(
+    drafter: str | None, read_ahead: int, most: int | None, kind: str, *, mixed: bool = False
+) -> Engine:
     """Return an engine, the same one for the same options. A lone row has a program of its own where that can be.
 
     Args:
       kind: of its caches: "whole rows"; "pages" for a little more than one whole row; "stored
         prefixes" in such pages, from which most are evicted.
+      mixed: whether rows decode in passes over prompts.
     """
-    key = drafter, read_ahead, most, kind
+    key = drafter, read_ahead, most, kind, mixed
     if key not in ENGINES:
         options: dict[str, Any] = dict(batch_size=SLOTS, steps_per_return=2)
-        options |= dict(read_ahead=read_ahead, max_prefill_tokens=most)
+        options |= dict(read_ahead=read_ahead, max_prefill_tokens=most, mixed_chunks=mixed)
         if kind != "whole rows":
             options["cache_tokens"] = CACHE_LENGTH + 10
         made = case(NAME).engine(drafter, **options)
@@ -203,7 +206,21 @@ def test_random_operations(
 @pytest.mark.parametrize("kind", ["whole rows", "stored prefixes", "pages"])
 def test_ten_thousand_operations(read_ahead: int, kind: str) -> None:
     """They neither leak slots nor memory nor pages."""
-    engine = engine_of("mixed", read_ahead, None, kind)
+    ten_thousand_operations(engine_of("mixed", read_ahead, None, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_ten_thousand_operations_in_mixed_passes(
+    share_passes: Callable[[int], list[int]], mixed_calls: list[int], read_ahead: int
+) -> None:
+    share_passes(64)
+    ten_thousand_operations(engine_of("dflash", read_ahead, None, "stored prefixes", mixed=True))
+    assert len(mixed_calls) > 100
+
+
+def ten_thousand_operations(engine: Engine) -> None:
+    """Do ten thousand operations, and count what is left."""
     trial = Trial(engine)
     go_through(trial, 1000, seed=0)
     engine.target_params = engine.target_params  # empties the store, with what is in host memory

@@ -34,6 +34,7 @@ from jaxspec.decode_loop import decode_loop
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.engine.prefix_cache.copies import PAGES_A_COPY, copy_pages, lift_pages, lower_pages
+from jaxspec.mixed_step import mixed_step
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.layers import project_gated
 from jaxspec.models.target import ImageTokens
@@ -550,6 +551,44 @@ def test_a_pass_over_a_few_of_many_slots_copies_no_cache(
     if preset == "e4b":  # of the one ring that is lent, those layers get a copy of its four rows
         moves = [move for move in moves if not re.search(r" = \(?bf16\[4,(1,)?2,576,256\]", move)]
     assert moves == []
+
+
+@NEEDS_MOSAIC
+@pytest.mark.parametrize(
+    ("preset", "drafts"),
+    [("26b-a4b", "mtp"), ("31b", "chain"), ("31b", "none"), ("e4b", "mtp")],
+)
+def test_rows_that_decode_share_a_pass_over_prompts(
+    monkeypatch: pytest.MonkeyPatch, preset: str, drafts: str
+) -> None:
+    """Drafts and prompts have their products and experts in common. No cache is copied."""
+    monkeypatch.setattr("pallas_kernels.attention.capability", lambda: 9.0)
+    spec, slots, rows = small(preset, drafts), 48, 32
+    if preset == "e4b":  # half of the layers read keys and values of the others
+        twelve = dict(layer_types=(("sliding",) * 5 + ("full",)) * 2, num_kv_shared_layers=6)
+        config = dataclasses.replace(spec.target.config, **twelve)  # type: ignore[arg-type]
+        spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, config=config))
+    state = abstract_state(spec, slots, Paging(slots, 16 * 2048))
+    numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    is_last = jax.ShapeDtypeStruct((16,), bool)
+    chunk = PrefillChunk(numbers(16), numbers(16, 64), numbers(16), numbers(16), is_last)  # type: ignore[arg-type]
+    caches = caches_of((state.caches, state.drafter))
+    tables = {c.num_slots: numbers(slots, pages_for(c.num_slots)) for c in caches}
+    models = (m and m.abstract_params() for m in (spec.target, spec.drafter))
+    args = *models, state, chunk, numbers(rows), None, tables
+    options: dict[str, Any] = dict(donate_argnums=2, compiler_options=COMPILER_OPTIONS)
+    compiled = H200.compile(functools.partial(mixed_step, spec), *args, **options)
+    memory = compiled.memory_analysis()
+    print(f"{preset} {drafts}: {memory}")
+    assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))
+    hlo = compiled.as_text()
+    of_caches = "|".join({",".join(map(str, c.k.shape)) for c in caches})
+    assert not re.findall(rf"\[(?:{of_caches})\]\S* (?:copy|copy-start|transpose|gather)\(", hlo)
+    layers = len(spec.target.config.layer_types)
+    calls = [line for line in hlo.splitlines() if " custom-call(" in line and "verify/" in line]
+    assert sum("/qkv/pallas_call" in call for call in calls) == layers
+    of_experts = sum("/experts_down/pallas_call" in call for call in calls)
+    assert of_experts == (layers if preset == "26b-a4b" else 0)
 
 
 @NEEDS_MOSAIC

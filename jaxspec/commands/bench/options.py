@@ -127,6 +127,10 @@ class TraceOptions:
         "less than a quarter of a second on a GPU, all that wait on a CPU.",
         range=at_least(1),
     )
+    mixed_chunks: bool = option(
+        False,
+        "Let rows decode in the passes over prompts, too, while at least half of the slots run.",
+    )
     read_ahead: int | None = option(
         None,
         "Prompts that are read before they have a slot. Default: as many as keep passes full on a "

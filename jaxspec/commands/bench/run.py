@@ -289,6 +289,7 @@ def run_trace(
         cache_tokens=parse_cache_tokens(options.cache_tokens),
         steps_per_return=options.steps_per_return,
         max_prefill_tokens=options.max_prefill_tokens,
+        mixed_chunks=options.mixed_chunks,
         read_ahead=options.read_ahead,
         invariant=options.invariant,
         choose_length=options.choose_length,

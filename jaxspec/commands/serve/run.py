@@ -337,6 +337,7 @@ def make_engine(
         num_stop_ids=programs.max_stop_ids,
         steps_per_return=programs.steps_per_return,
         max_prefill_tokens=programs.max_prefill_tokens,
+        mixed_chunks=programs.mixed_chunks,
         choose_length=programs.choose_length,
         invariant=programs.invariant,
     )
