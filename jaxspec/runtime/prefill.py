@@ -291,7 +291,7 @@ class Shapes:
 
     @property
     def mixed_rows(self) -> list[int]:
-        """Rows of the passes over prompts, `SHARED_WIDTHS[0]` wide, that rows which decode can share; see `next_mixed`."""
+        """Rows of chunks in passes that rows which decode can share, see `next_mixed`; []: there are none."""
         if not self.ring or self.parts > 1:
             return []
         width = SHARED_WIDTHS[0]
@@ -600,9 +600,9 @@ class PrefillPlanner:
         Args:
           mixed: whether rows that decode share the pass, which `can_mix` says.
         """
-        found = self._next_mixed() if mixed else self._next_pass()
-        assert found is not None
-        rows, width, ends = found
+        planned = self._next_mixed() if mixed else self._next_pass()
+        assert planned is not None
+        rows, width, ends = planned
         prompts = {slot: self.pending[slot] for slot in ends}
         self.last_ends = ends
         shapes = self.shapes
@@ -625,10 +625,10 @@ class PrefillPlanner:
         if any(self.images[slot] for slot in self.pending):
             return None
         begins = {slot: begin for slot, (_, begin) in self.pending.items()}
-        found = self.shapes.next_mixed(self._left(), begins)
-        if found is None:
+        planned = self.shapes.next_mixed(self._left(), begins)
+        if planned is None:
             return None
-        rows, taken = found
+        rows, taken = planned
         ends = {slot: begins[slot] + count for slot, count in taken.items()}
         return rows, SHARED_WIDTHS[0], ends
 

@@ -317,6 +317,45 @@ def test_tokens_are_the_same_where_chunks_of_a_prompt_share_a_pass(
         assert completion.acceptance_lengths == alone[row].acceptance_lengths
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=lengths,
+    begun=st.lists(st.integers(0, 600), min_size=12, max_size=12),
+    ring=st.sampled_from([576, 1088, 10_000]),
+    full=st.sampled_from([512, 2048, 4096]),
+)
+def test_passes_that_decoding_rows_share_take_prompts_in_order(
+    lengths: list[int], begun: list[int], ring: int, full: int
+) -> None:
+    """No pass is nearly empty while there is more to read, and none goes beyond a ring."""
+    shapes = Shapes(32, mesh_of("gpu"), full=full, longest=8192, balance=1215.0, ring=ring)
+    left = dict(enumerate(lengths))
+    begins = dict(enumerate(begun[: len(lengths)]))
+    found = shapes.next_mixed(left, begins)
+    if any(begins[slot] + left[slot] > ring for slot in left):
+        assert found is None
+        return
+    assert found is not None
+    rows, taken = found
+    assert rows in shapes.mixed_rows
+    used = sum(-(-count // 64) for count in taken.values())
+    assert used <= rows
+    assert list(taken) == list(left)[: len(taken)]
+    assert all(taken[slot] == left[slot] for slot in list(taken)[:-1])
+    assert taken == left or used == rows
+    assert rows == shapes.mixed_rows[0] or 2 * used >= rows
+
+
+def test_no_pass_is_shared_with_decoding_rows_where_rows_are_split_or_nothing_is_known_of_rings() -> (
+    None
+):
+    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, balance=184.0, ring=1088)
+    assert shapes.mixed_rows == [8, 32]
+    assert dataclasses.replace(shapes, full=512).mixed_rows == [8]
+    for other in (dict(ring=0), dict(mesh=mesh_of("gpu", 2))):
+        assert dataclasses.replace(shapes, **other).next_mixed({0: 10}, {0: 0}) is None
+
+
 def test_only_drafters_that_say_so_get_chunks_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that carries a state from chunk to chunk would begin each with that before the pass."""
     monkeypatch.setattr(prefill, "SHARED_WIDTHS", (4, 16))
