@@ -29,7 +29,6 @@ from jaxspec.engine.request import Completion, Request, Update, num_positions
 from jaxspec.engine.slots import Progress, Slots, SlotsPart
 from jaxspec.runtime.prefill import (
     PREFILL_CHUNK,
-    SHARED_WIDTHS,
     PrefillPlanner,
     make_chunk,
     on_cpu,
@@ -181,8 +180,8 @@ class Scheduler:
             passes = runtime.shapes.of_prompts(prompt_lengths)
         chunks = [make_chunk({}, rows, width, slots.count) for rows, width in passes]
         mixed = [
-            make_chunk({}, rows, SHARED_WIDTHS[0], slots.count)
-            for rows in (runtime.shapes.mixed_rows if self._mixes else ())
+            make_chunk({}, *shape, slots.count)
+            for shape in (runtime.shapes.mixed_passes if self._mixes else ())
         ]
         decoding = runtime.first_slots(runtime.batch_size)
         if runtime.vision_params is not None:

@@ -290,27 +290,28 @@ class Shapes:
         return rows, width, {slot: min(width, left[slot]) for slot in self._first(left, rows)}
 
     @property
-    def mixed_rows(self) -> list[int]:
-        """Rows of chunks in passes that rows which decode can share, see `next_mixed`; []: there are none."""
+    def mixed_passes(self) -> list[tuple[int, int]]:
+        """Rows and width of the chunks in passes that rows which decode can share, see `next_mixed`; []: none can."""
         if not self.ring or self.parts > 1:
             return []
         width = SHARED_WIDTHS[0]
-        return sorted({min(PREFILL_CHUNK, self.full) // width, self.full // width})
+        return sorted({(tokens // width, width) for tokens in (PREFILL_CHUNK, self.full)})
 
     def next_mixed(
         self, left: Mapping[int, int], begins: Mapping[int, int]
-    ) -> tuple[int, dict[int, int]] | None:
-        """Return the rows of the next pass that rows which decode share, and the tokens of each slot in it.
+    ) -> tuple[int, int, dict[int, int]] | None:
+        """Return the next pass that rows which decode share, as `next_pass`.
 
         None: prompts are better read in a pass of their own. They are if one goes beyond a ring, where a pass has
-        one row of it. Arguments are as in `next_pass`.
+        one row of it.
         """
-        if not self.mixed_rows or any(begins[slot] + left[slot] > self.ring for slot in left):
+        passes = self.mixed_passes
+        if not passes or any(begins[slot] + left[slot] > self.ring for slot in left):
             return None
-        small, full = self.mixed_rows[0], self.mixed_rows[-1]
-        needed = sum(-(-count // SHARED_WIDTHS[0]) for count in left.values())
+        (small, width), (full, _) = passes[0], passes[-1]
+        needed = sum(-(-count // width) for count in left.values())
         rows = full if 2 * needed >= full else small
-        return rows, self._in_chunks(left, begins, self.full, rows)
+        return rows, width, self._in_chunks(left, begins, self.full, rows)
 
     def _in_chunks(
         self,
@@ -628,9 +629,8 @@ class PrefillPlanner:
         planned = self.shapes.next_mixed(self._left(), begins)
         if planned is None:
             return None
-        rows, taken = planned
-        ends = {slot: begins[slot] + count for slot, count in taken.items()}
-        return rows, SHARED_WIDTHS[0], ends
+        rows, width, taken = planned
+        return rows, width, {slot: begins[slot] + count for slot, count in taken.items()}
 
     @property
     def num_left(self) -> int:

@@ -6,16 +6,20 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxspec.commands.bench.trace import compilations
 from jaxspec.engine.engine import Completion, Engine, Request
 from tests import tiny
-from tests.cases import NEW_TOKENS, case
+from tests.cases import NEW_TOKENS, case, request
+from tests.words import ascii_tokens
+
+OPTIONS: dict[str, Any] = dict(batch_size=4, cache_length=194, cache_tokens=640, steps_per_return=2)
 
 
-def completions(made: Engine, prompts: Any) -> dict[Any, Completion]:
-    asked = [Request(p, NEW_TOKENS, id=i) for i, p in enumerate(prompts)]
-    return {e.id: e for e in made.run(asked) if isinstance(e, Completion)}
+def completions(made: Engine, requests: list[Request]) -> dict[Any, Completion]:
+    return {e.id: e for e in made.run(requests) if isinstance(e, Completion)}
 
 
 @pytest.mark.parametrize(
@@ -40,13 +44,46 @@ def test_tokens_are_those_of_passes_apart(
 ) -> None:
     share_passes(64)
     c = case(name)
-    options: dict[str, Any] = dict(batch_size=4, cache_length=194, cache_tokens=640)
-    options |= dict(read_ahead=read_ahead, steps_per_return=2)
-    mixed = completions(c.engine(drafter, mixed_chunks=True, **options), c.prompts)
+    asked = [Request(p, NEW_TOKENS, id=i) for i, p in enumerate(c.prompts)]
+    options = dict(OPTIONS, read_ahead=read_ahead)
+    mixed = completions(c.engine(drafter, mixed_chunks=True, **options), asked)
     assert len(mixed_calls) > 1
     mixed_calls.clear()
-    apart = completions(c.engine(drafter, **options), c.prompts)
+    apart = completions(c.engine(drafter, **options), asked)
     assert not mixed_calls
     for row, completion in mixed.items():
         assert completion.token_ids == c.continuation(row)
         assert completion.acceptance_lengths == apart[row].acceptance_lengths
+
+
+def test_requests_may_ask_for_all_there_is_and_nothing_is_compiled_late(
+    share_passes: Callable[[int], list[int]], mixed_calls: list[int]
+) -> None:
+    """Penalties, log-probabilities, draws, stops; and a grammar, whose rows decode apart and are read with others."""
+    pytest.importorskip("llguidance")
+    share_passes(64)
+    c = case("31b")
+    digits = ascii_tokens(tiny.VOCAB_SIZE).compile("regex", "[0-9]{3}")
+    drawn: dict[str, Any] = dict(temperature=0.9, top_p=0.9, frequency_penalty=0.5)
+    drawn |= dict(logit_bias={3: 1.0}, logprobs=True, top_logprobs=2)
+    asked = [
+        request(p, 10, id=i, **({} if i % 2 else drawn), grammar=digits if i == 13 else None)
+        for i, p in enumerate((*c.prompts, *c.prompts))
+    ]
+    features = dict(penalties=True, num_biases=1, logprobs=True, top_logprobs=2, grammars=True)
+    options = dict(OPTIONS, read_ahead=4, choose_length="never", draft_sampling=True, **features)
+    engine = c.engine("dflash", mixed_chunks=True, **options)
+    engine.warm_up()
+    with compilations() as late:
+        mixed = completions(engine, asked)
+    assert not late
+    assert len(mixed_calls) > 1
+    apart = completions(c.engine("dflash", **options), asked)
+    for row, completion in mixed.items():
+        assert completion.token_ids == apart[row].token_ids
+        assert completion.acceptance_lengths == apart[row].acceptance_lengths
+        assert completion.finish_reason == apart[row].finish_reason
+        if not row % 2:
+            assert completion.logprobs is not None
+            np.testing.assert_allclose(completion.logprobs, apart[row].logprobs, atol=1e-3)
+            assert completion.top_logprobs is not None

@@ -336,22 +336,22 @@ def test_passes_that_decoding_rows_share_take_prompts_in_order(
         assert found is None
         return
     assert found is not None
-    rows, taken = found
-    assert rows in shapes.mixed_rows
+    rows, width, taken = found
+    assert (rows, width) in shapes.mixed_passes
     used = sum(-(-count // 64) for count in taken.values())
     assert used <= rows
     assert list(taken) == list(left)[: len(taken)]
     assert all(taken[slot] == left[slot] for slot in list(taken)[:-1])
     assert taken == left or used == rows
-    assert rows == shapes.mixed_rows[0] or 2 * used >= rows
+    assert rows == 512 // 64 or 2 * used >= rows
 
 
 def test_no_pass_is_shared_with_decoding_rows_where_rows_are_split_or_nothing_is_known_of_rings() -> (
     None
 ):
     shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, balance=184.0, ring=1088)
-    assert shapes.mixed_rows == [8, 32]
-    assert dataclasses.replace(shapes, full=512).mixed_rows == [8]
+    assert shapes.mixed_passes == [(8, 64), (32, 64)]
+    assert dataclasses.replace(shapes, full=512).mixed_passes == [(8, 64)]
     for other in (dict(ring=0), dict(mesh=mesh_of("gpu", 2))):
         assert dataclasses.replace(shapes, **other).next_mixed({0: 10}, {0: 0}) is None
 
