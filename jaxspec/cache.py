@@ -304,7 +304,9 @@ def joined_destination(parts: Sequence[Destination | None]) -> Destination:
     """
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
-        raise ValueError("rows of a pass of several widths are longer than the slack of rings")
+        raise ValueError(
+            "a part of the pass has wider rows than its rings have slots to spare; run it in a pass of its own"
+        )
     index = jnp.concatenate([part.index.reshape(1, -1) for part in known], axis=1)
     pages = [part.pages for part in known if part.pages is not None]
     joined = jnp.concatenate([of.reshape(1, -1) for of in pages], axis=1) if pages else None

@@ -10,7 +10,7 @@ decodes a part of its rows so, and it picks the program by the number of active 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -94,22 +94,31 @@ def addressable(spec: DecodeSpec) -> bool:
     return spec.drafter is None or spec.drafter.bind_abstract().drafts_by_slot
 
 
-def fill(active: Sequence[int], rows: int, slots: int, parts: int = 1) -> np.ndarray:
+def fill(
+    active: Sequence[int],
+    rows: int,
+    slots: int,
+    parts: int = 1,
+    waiting: Collection[int] = (),
+) -> np.ndarray:
     """Return the slots for a program of `rows` rows: the active ones, then inactive ones.
 
     Args:
       slots: of the state.
+      waiting: slots to take last, since they are active on the device.
       parts: of the slots, on a mesh that splits them. At most a part's share of `rows` is active there.
 
     Returns:
       [rows], int32, numbers in each part, no slot twice.
     """
-    filled, each = [], slots // parts
+    filled, each, last = [], slots // parts, {*waiting}
     for part in range(parts):
-        of_part = [slot - part * each for slot in active if slot // each == part]
+        of_part = [slot for slot in active if slot // each == part]
         taken = {*of_part}
-        others = (slot for slot in range(each) if slot not in taken)
-        filled += [*of_part, *(next(others) for _ in range(rows // parts - len(of_part)))]
+        others = (slot for slot in range(part * each, (part + 1) * each) if slot not in taken)
+        others = sorted(others, key=lambda slot: slot in last)
+        of_part += others[: rows // parts - len(of_part)]
+        filled += [slot - part * each for slot in of_part]
     return np.array(filled, np.int32)
 
 

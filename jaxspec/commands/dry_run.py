@@ -39,7 +39,7 @@ class Plan:
       rows: decoded together.
       read_ahead: rows beside them; None for the engine's choice.
       passes: whether an engine reads prompts, whose activations count. `bench` has none.
-      max_prefill_tokens, invariant, cache_tokens: of the engine.
+      max_prefill_tokens, mixed_chunks, invariant, cache_tokens: of the engine.
       prefix_gib: for stored prefixes; None for a share of what is left, see `planned_bytes`.
     """
 
@@ -50,6 +50,7 @@ class Plan:
     read_ahead: int | None = 0
     passes: bool = True
     max_prefill_tokens: int | None = None
+    mixed_chunks: bool = False
     invariant: bool = False
     cache_tokens: CacheTokens = None
     prefix_gib: float | None = 0
@@ -88,7 +89,12 @@ class Plan:
             invariant=self.invariant,
             max_prefill_tokens=self.max_prefill_tokens,
         )
-        return shapes.most_tokens(length) if self.passes else 0
+        if not self.passes:
+            return 0
+        tokens = shapes.most_tokens(length)
+        if self.mixed_chunks:
+            tokens = max(tokens, shapes.full) + rows * self.spec.step_tokens
+        return tokens
 
     @functools.cached_property
     def need(self) -> tuple[int, memory.Footprint]:

@@ -267,6 +267,13 @@ class DraftLengthController:
         if not call.is_usual:
             self._learn_result()
 
+    def learn_acceptance(self, acceptance_lengths: Sequence[np.ndarray]) -> None:
+        """Learn what rows accepted of all drafts, in a call whose time tells nothing. Arguments are as in `learn`."""
+        steps = max(map(len, acceptance_lengths), default=0)
+        if self.chooser is not None and steps:
+            new = np.concatenate(acceptance_lengths)
+            self.chooser.learn(self.chooser.full, len(new) / steps, steps, None, _accepted(new))
+
     def _learn_result(self) -> None:
         """Learn from the newest result, unless that is done."""
         if (result := self._result) is None:
@@ -287,7 +294,6 @@ class DraftLengthController:
             self.gate.add(call.gate, bucket, tokens, len(new), steps, counted_s, seconds)
         if call.gate.chooses:  # its verified drafts are the likelier ones
             return
-        counts = np.bincount(np.maximum(new, 1) - 1)
         if call.is_new:  # the first call of a program takes longer than others will
             compile_s = self.runtime.timings.compile_s - call.compile_s
             self._compile_s = max(self._compile_s, compile_s)
@@ -296,7 +302,7 @@ class DraftLengthController:
             len(new) / steps,
             steps,
             None if call.is_new else seconds,
-            {n: count for n, count in enumerate(counts.tolist()) if count},
+            _accepted(new),
             begun if chooser.costs.small_batches else None,
         )
 
@@ -476,3 +482,9 @@ class DraftLengthController:
             for name, value in values.items()
         }
         return dataclasses.replace(state, **placed)
+
+
+def _accepted(acceptance_lengths: np.ndarray) -> dict[int, int]:
+    """Return the number of rows' steps by the number of drafts that they accepted."""
+    counts = np.bincount(np.maximum(acceptance_lengths, 1) - 1)
+    return {n: count for n, count in enumerate(counts.tolist()) if count}

@@ -122,9 +122,9 @@ class Engine:
         at least one pass. While rows are missing, a decode call between two such passes has one
         step. None: on a GPU as many passes as rows wait for less than a quarter of a second, or one
         if several processes run the engine; on a CPU the prompts of all slots.
-      mixed_chunks: whether rows decode in the passes over prompts too, one step a pass, where at least half of the
-        slots run. Passes of their own read the weights again. For drafts that are chains, prompts without images
-        that no ring is too short for, and a mesh that does not split the rows.
+      mixed_chunks: whether rows decode in the passes over prompts too, one step a pass, while at least half of the
+        slots run. The target's weights are then read once for both. On a GPU; `docs/engine.md` says what else it
+        needs. Prompts with images, and prompts that are longer than the smallest ring, have passes of their own.
       read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while
         all slots are taken. A free slot then goes on at once. Rounded up to a multiple of the mesh's
         data axis. None: as many as keep passes full on a GPU, fewer if memory is short; none with
@@ -141,7 +141,7 @@ class Engine:
 
     Raises:
       ConfigError: the drafter does not fit the target.
-      FieldError: a number is out of range.
+      FieldError: a number is out of range, or an option does not go with the others.
       DeviceMemoryError: the devices cannot hold all of this. Nothing was allocated.
     """
 
@@ -216,7 +216,8 @@ class Engine:
             spec.target, slots, mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
         )
         pass_tokens = shapes.most_tokens(cache_length)
-        pass_tokens += slots * spec.step_tokens if mixed_chunks else 0
+        if mixed_chunks:
+            pass_tokens = max(pass_tokens, shapes.full) + slots * spec.step_tokens
         beside = dict(prefix_bytes=prefix_bytes, pass_tokens=pass_tokens)
         if read_ahead is None:
             least = parts * cache_length if cache_tokens == "auto" else cache_tokens
@@ -249,6 +250,13 @@ class Engine:
             programs=programs,
             vision_params=target.vision.params if target.vision else None,
         )
+        if mixed_chunks and not self.runtime.can_mix:
+            raise FieldError(
+                "mixed_chunks",
+                "needs a GPU, several slots, passes of 512 prompt tokens or more, a mesh that does not split rows, "
+                "drafts that are a chain, and a drafter that drafts by slot and absorbs chunks together; and no "
+                "invariant: leave it out",
+            )
         self.draft_length = DraftLengthController(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
         self.max_prefill_tokens, self.mixed_chunks = max_prefill_tokens, mixed_chunks

@@ -1,4 +1,4 @@
-"""The scheduler: chooses the device's next call, a prefill pass or some decode steps.
+"""The scheduler: chooses the device's next call, a prefill pass, some decode steps, or both in one pass.
 
 Read `Scheduler.step`. Waiting requests get slots. Passes that fill the device prefill their
 prompts. Then their rows decode, and each row that is done frees its slot.
@@ -27,12 +27,7 @@ from jaxspec.engine.prefix_cache.planner import PrefixPlanner
 from jaxspec.engine.prefix_cache.store import Store
 from jaxspec.engine.request import Completion, Request, Update, num_positions
 from jaxspec.engine.slots import Progress, Slots, SlotsPart
-from jaxspec.runtime.prefill import (
-    PREFILL_CHUNK,
-    PrefillPlanner,
-    make_chunk,
-    on_cpu,
-)
+from jaxspec.runtime.prefill import PREFILL_CHUNK, PrefillPlanner, make_chunk, on_cpu
 from jaxspec.state import PrefillChunk
 
 CALLS_AHEAD = 2
@@ -107,9 +102,7 @@ class Scheduler:
         self._pass_width = 0  # of the newest pass; its most tokens of a prompt, if these are more
         self._narrow_from = math.inf  # as in `PrefillPlanner`
         self._events: list[Update | Completion] = []  # that no step has returned yet
-        spec = runtime.spec
-        self._mixes = mixed_chunks and not runtime.invariant and spec.tree is None
-        self._mixes &= row_subset.addressable(spec)
+        self._mixes = mixed_chunks
         self._is_mixed = False  # the launched call
         self._paused_s = 0.0  # of passes since rows decoded
 
@@ -485,9 +478,10 @@ class Scheduler:
         runtime, slots = self.runtime, self.slots
         chunk = self._next_chunk(mixed=True)
         self._prefill_tokens, self._is_mixed = 0, True
-        self.draft_length.skip()
         request = slots.output_request(max_steps)
-        decoding = row_subset.fill(self.running, runtime.batch_size, slots.count)
+        decoding = row_subset.fill(
+            self.running, runtime.batch_size, slots.count, waiting=self._ready
+        )
         call = runtime.bind_mixed(slots.state, request, chunk, decoding, slots.tables)
         slots.launch(self.executor, request, call, runtime.spec.num_draft_tokens)
 
@@ -578,7 +572,7 @@ class Scheduler:
         rows = next((n for n in sizes if n >= needed), runtime.batch_size)
         if rows == self.slots.count:
             return None
-        return row_subset.fill(self.running, rows, self.slots.count, parts)
+        return row_subset.fill(self.running, rows, self.slots.count, parts, self._ready)
 
     def _collect(self) -> list[Progress]:
         """Wait for the running call, and return the rows that it brought on."""
@@ -597,8 +591,11 @@ class Scheduler:
             self.runtime.timings.decode_s += taken_s
             self._paused_s = 0.0
             lengths = slots.new_acceptance_lengths
-            if not self._is_mixed and (steps := max(map(len, lengths), default=0)):
-                self._step_s = taken_s / steps
-            self.draft_length.learn(lengths, taken_s)
+            if self._is_mixed:  # its time is not that of a step
+                self.draft_length.learn_acceptance(lengths)
+            else:
+                if steps := max(map(len, lengths), default=0):
+                    self._step_s = taken_s / steps
+                self.draft_length.learn(lengths, taken_s)
         self._is_mixed = False
         return slots.collect(self.running)

@@ -166,7 +166,7 @@ class Attention(nnx.Module):
                     for of_part, part in zip(of_parts, where.parts, strict=True)
                 ]
             )
-        q, k, v = self._project(x, where.positions, into, has_cache=True)
+        q, k, v = self._project(x, where.positions, into, has_cache=cache is not None)
         segments = shared
         if k is not None and v is not None:
             assert cache is not None

@@ -40,6 +40,7 @@ class Gemma4(Target):
     """A Gemma 4 target."""
 
     config: Gemma4Config
+    mixes = True
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         self.config = config

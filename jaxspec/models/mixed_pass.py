@@ -76,8 +76,9 @@ def mixed_pass(
     done = target.run_layers(tokens, target.embed(tokens), where, caches, feature_layers)
     hidden = split_row(done.hidden, [x.hidden_shape for x in parts])
     with jax.named_scope("head"):
+        # Of all parts at once they would be in memory twice, since each part is copied out.
         rows = [x.for_logits(of_part) for x, of_part in zip(parts, hidden, strict=True)]
-        logits = split_row(target.logits(joined_row(rows)), [x.shape[:2] for x in rows])
+        logits = [target.logits(x) for x in rows]
     features = [where.split(x) for x in done.features]
     return [
         TargetOutput(logits[i], hidden[i], tuple(x[i] for x in features), done.caches)

@@ -33,6 +33,7 @@ class Qwen3(Target):
     """
 
     config: Qwen3Config
+    mixes = True
 
     def __init__(self, config: Qwen3Config, *, dtype: jnp.dtype):
         v, d = config.vocab_size, config.hidden_size

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +198,7 @@ class Target(nnx.Module):
 
     config: TargetConfig
     kv: KVFormat | None = None  # the format of stored keys and values; None: as computed
+    mixes: ClassVar[bool] = False  # whether `run_layers` takes a `Placement` with parts
 
     @abc.abstractmethod
     def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:

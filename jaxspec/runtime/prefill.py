@@ -302,11 +302,13 @@ class Shapes:
     ) -> tuple[int, int, dict[int, int]] | None:
         """Return the next pass that rows which decode share, as `next_pass`.
 
-        None: prompts are better read in a pass of their own. They are if one goes beyond a ring, where a pass has
-        one row of it.
+        It takes the prompts before the first one that goes beyond a ring or far: chunks of that one are better read
+        in a pass of their own. None: that prompt is the next one, or there are no such passes.
         """
-        passes = self.mixed_passes
-        if not passes or any(begins[slot] + left[slot] > self.ring for slot in left):
+        passes, longest = self.mixed_passes, min(self.ring, LONGEST_CHUNK)
+        short = itertools.takewhile(lambda slot: begins[slot] + left[slot] <= longest, left)
+        left = {slot: left[slot] for slot in short}
+        if not passes or not left:
             return None
         (small, width), (full, _) = passes[0], passes[-1]
         needed = sum(-(-count // width) for count in left.values())
@@ -623,10 +625,11 @@ class PrefillPlanner:
 
     def _next_mixed(self) -> tuple[int, int, dict[int, int]] | None:
         """Return the next pass that rows which decode share, as `_next_pass`; None: there is none."""
-        if any(self.images[slot] for slot in self.pending):
-            return None
         begins = {slot: begin for slot, (_, begin) in self.pending.items()}
-        planned = self.shapes.next_mixed(self._left(), begins)
+        left = self._left()
+        without_images = itertools.takewhile(lambda slot: not self.images[slot], left)
+        left = {slot: left[slot] for slot in without_images}
+        planned = self.shapes.next_mixed(left, begins)
         if planned is None:
             return None
         rows, width, taken = planned

@@ -124,6 +124,8 @@ def cache_length_for(spec: DecodeSpec, positions: int, *, multiple: int = 1) -> 
 class Timings:
     """Seconds of wall clock in prefill, decoding and compilation. None of them contains another.
 
+    A pass over prompts in which rows decode counts as decoding.
+
     Attributes:
       decode_tokens: returned tokens, except those of prefill.
       preemptions: rows that gave up their pages for older ones.
@@ -250,6 +252,13 @@ class Runtime:
             state = self.state_shapes(1)
             rings = caches_of(state.caches), caches_of(state.drafter)
             self.shapes = self.shapes.with_rings(*rings)
+
+    @property
+    def can_mix(self) -> bool:
+        """True if rows can decode in passes over prompts."""
+        spec = self.spec
+        allowed = not self.invariant and spec.tree is None and row_subset.addressable(spec)
+        return bool(allowed and spec.target.module.mixes and self.shapes.mixed_passes)
 
     @property
     def num_compilations(self) -> int:

@@ -121,7 +121,8 @@ class ProgramOptions:
     )
     mixed_chunks: bool = option(
         False,
-        "Let rows decode in the passes over prompts, too, while at least half of the slots run.",
+        "On a GPU: let running requests decode a step in each pass over prompts, while at least half of the slots "
+        "are taken.",
     )
     choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
     invariant: bool = option(

@@ -155,3 +155,11 @@ def test_the_slots_of_a_program() -> None:
     # Of each part of a mesh as many, numbered in it.
     assert row_subset.fill([6, 1], 4, 8, 2).tolist() == [1, 0, 2, 0]
     assert row_subset.first(4, 8, 2) == [0, 1, 4, 5]
+
+
+def test_rows_that_wait_are_computed_last() -> None:
+    """A row that was read ahead is active on the device. It would take a step without its grammar and pages."""
+    assert row_subset.fill([1, 5], 4, 8).tolist() == [1, 5, 0, 2]
+    assert row_subset.fill([1, 5], 4, 8, waiting=[0, 2, 3]).tolist() == [1, 5, 4, 6]
+    assert row_subset.fill([1, 5], 4, 8, 2, [0, 2]).tolist() == [1, 3, 1, 0]
+    assert row_subset.fill([1], 4, 4, waiting=[0, 2]).tolist() == [1, 3, 0, 2]

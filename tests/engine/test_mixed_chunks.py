@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec.commands.bench.trace import compilations
 from jaxspec.engine.engine import Completion, Engine, Request
+from jaxspec.options import FieldError, Tree
 from tests import tiny
 from tests.cases import NEW_TOKENS, case, request
 from tests.words import ascii_tokens
@@ -87,3 +88,18 @@ def test_requests_may_ask_for_all_there_is_and_nothing_is_compiled_late(
             assert completion.logprobs is not None
             np.testing.assert_allclose(completion.logprobs, apart[row].logprobs, atol=1e-3)
             assert completion.top_logprobs is not None
+
+
+def test_mixed_chunks_are_refused_where_no_pass_can_be_one(
+    share_passes: Callable[[int], list[int]],
+) -> None:
+    c = case("31b")
+    with pytest.raises(FieldError, match="mixed_chunks"):  # small passes only, as on a CPU
+        c.engine("dflash", batch_size=4, mixed_chunks=True)
+    share_passes(64)
+    options = dict(OPTIONS, mixed_chunks=True)
+    for refused in (dict(invariant=True), dict(num_draft_tokens=4, tree=Tree(topk=2, depth=2))):
+        with pytest.raises(FieldError, match="mixed_chunks"):
+            c.engine("dflash", **options | refused)
+    with pytest.raises(FieldError, match="absorbs chunks together"):
+        c.engine("mixed", **options)

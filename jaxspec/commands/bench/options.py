@@ -129,7 +129,8 @@ class TraceOptions:
     )
     mixed_chunks: bool = option(
         False,
-        "Let rows decode in the passes over prompts, too, while at least half of the slots run.",
+        "On a GPU: let running requests decode a step in each pass over prompts, while at least half of the slots "
+        "are taken.",
     )
     read_ahead: int | None = option(
         None,

@@ -243,6 +243,7 @@ def dry_run(
             read_ahead=traced.read_ahead,
             cache_tokens=parse_cache_tokens(traced.cache_tokens),
             max_prefill_tokens=traced.max_prefill_tokens,
+            mixed_chunks=traced.mixed_chunks,
             invariant=traced.invariant,
         )
         plan = Plan(pair.spec, pair.mesh, traced.slots, length, **engine)

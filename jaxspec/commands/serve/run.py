@@ -252,6 +252,7 @@ def dry_run(
         length,
         read_ahead=None,
         max_prefill_tokens=programs.max_prefill_tokens,
+        mixed_chunks=programs.mixed_chunks,
         invariant=programs.invariant,
         cache_tokens=cache_tokens_of(programs, spec, mesh),
         prefix_gib=programs.prefix_gib,
