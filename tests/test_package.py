@@ -162,7 +162,7 @@ jaxspec.serving jaxspec.training
 jaxspec.api jaxspec.plots
 jaxspec.engine jaxspec.rollout
 jaxspec.runtime
-jaxspec.decode_loop
+jaxspec.decode_loop jaxspec.mixed_step
 jaxspec.decode jaxspec.row_subset jaxspec.constraint
 jaxspec.state
 jaxspec.drafters
@@ -271,7 +271,9 @@ def test_arrays_only(module: str):
     }
 
 
-@pytest.mark.parametrize("module", ["decode", "decode_loop", "engine/engine", "verify"])
+@pytest.mark.parametrize(
+    "module", ["decode", "decode_loop", "mixed_step", "engine/engine", "verify"]
+)
 def test_the_loop_knows_no_drafter_by_name(module: str):
     tree = ast.parse((ROOT / f"jaxspec/{module}.py").read_text(encoding="utf-8"))
     code = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

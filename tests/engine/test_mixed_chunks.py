@@ -28,7 +28,6 @@ def completions(made: Engine, requests: list[Request]) -> dict[Any, Completion]:
     [
         ("e4b", "mtp", 0),
         ("26b-a4b", "dflash", 4),
-        ("31b", None, 4),
         *(
             pytest.param(*values, marks=pytest.mark.slow)
             for values in itertools.product(tiny.FEATURE_SETS, ("dflash", "mtp", None), (0, 4))

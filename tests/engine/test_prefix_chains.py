@@ -255,10 +255,7 @@ def test_random_chains_whose_pieces_share_passes(
 
 @pytest.mark.parametrize(
     ("pair", "chains"),
-    [
-        (("26b-a4b", "mtp"), CHAINS),
-        *(pytest.param(pair, MANY_CHAINS, marks=pytest.mark.slow) for pair in EVERY_PAIR),
-    ],
+    [pytest.param(pair, MANY_CHAINS, marks=pytest.mark.slow) for pair in EVERY_PAIR],
 )
 def test_random_chains_whose_rows_decode_in_passes_over_prompts(
     share_passes: Callable[[int], list[int]],
