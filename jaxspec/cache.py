@@ -291,8 +291,7 @@ def of_parts(cache: KVCache | None, rows: Sequence[int]) -> list[KVCache]:
         return []
     if cache.table is None:
         return [cache] * len(rows)
-    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
-    tables = [cache.table[end - n : end] for end, n in zip(ends, rows, strict=True)]
+    tables = jnp.split(cache.table, np.cumsum(rows)[:-1])
     return [cache.replace(table=table) for table in tables]
 
 

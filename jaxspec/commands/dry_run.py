@@ -89,12 +89,8 @@ class Plan:
             invariant=self.invariant,
             max_prefill_tokens=self.max_prefill_tokens,
         )
-        if not self.passes:
-            return 0
-        tokens = shapes.most_tokens(length)
-        if self.mixed_chunks:
-            tokens = max(tokens, shapes.full) + rows * self.spec.step_tokens
-        return tokens
+        decoding = rows * self.spec.step_tokens if self.mixed_chunks else 0
+        return shapes.most_tokens(length, decoding) if self.passes else 0
 
     @functools.cached_property
     def need(self) -> tuple[int, memory.Footprint]:

@@ -215,9 +215,8 @@ class Engine:
         shapes = Shapes.of(
             spec.target, slots, mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
         )
-        pass_tokens = shapes.most_tokens(cache_length)
-        if mixed_chunks:
-            pass_tokens = max(pass_tokens, shapes.full) + slots * spec.step_tokens
+        decoding = slots * spec.step_tokens if mixed_chunks else 0
+        pass_tokens = shapes.most_tokens(cache_length, decoding)
         beside = dict(prefix_bytes=prefix_bytes, pass_tokens=pass_tokens)
         if read_ahead is None:
             least = parts * cache_length if cache_tokens == "auto" else cache_tokens
