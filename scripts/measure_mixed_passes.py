@@ -3,9 +3,9 @@
     python -m scripts.measure_mixed_passes --preset 26b-a4b --rows 160 --tokens 8 --prompts 16 --json out/x.json
 
 "decode" verifies `tokens` tokens of each of `rows` rows. "prompts" reads prompts, in rows of 64 tokens as an engine
-does, or of 256. "both" is one pass: a prompt then has rows as wide as those that decode. "at best" reads prompts of
-as many tokens as both have. No pass over both is quicker, since keys that decoding rows see are not read there.
-"saved" and "at most" are what these two take less than both passes apart.
+does, or of 256. "both" is one `mixed_pass` over the two. "at best" reads prompts of as many tokens as both have. No
+pass over both is quicker, since keys that decoding rows see are not read there. "saved" and "at most" are what these
+two take less than both passes apart.
 
 Layers alone are timed, on random weights: heads, drafters and sampling cost the same either way. Caches are in pages.
 A time is the median of the repeats, each of which makes several calls and waits for the last.
@@ -27,7 +27,8 @@ from rich.table import Table
 
 from jaxspec.cache import Paging, caches_of, with_tables
 from jaxspec.commands.output import json_lines, write_line
-from jaxspec.models.target import Caches, init_caches, placement_of
+from jaxspec.models.mixed_pass import PassPart, mixed_pass
+from jaxspec.models.target import Caches, init_caches
 from jaxspec.registry import family_of, presets
 from jaxspec.shapes import Array, Float, Int, Params
 from jaxspec.weights.define import model_def_of
@@ -67,24 +68,26 @@ def prompt_rows(prompts: int, length: int, width: int, first_slot: int) -> Rows:
     return Rows(start, slots)
 
 
-@functools.partial(jax.jit, static_argnames=("model_def", "width"), donate_argnames="caches")
+@functools.partial(jax.jit, static_argnames="model_def", donate_argnames="caches")
 def run_pass(
     model_def: ModelDef,
     params: Params,
     caches: Caches,
     tables: dict[int, Int[Array, "_ _"]],
-    tokens: Int[Array, "B T"],
-    start: Int[Array, " B"],
-    slots: Int[Array, " B"],
-    *,
-    width: int,
+    parts: list[PassPart],
 ) -> tuple[Caches, Float[Array, ""]]:
-    """Run a pass through all layers."""
+    """Run a pass through all layers. Several parts are a mixed pass, whose logits nothing asks for."""
     target = model_def.bind(params)
+    slots = jnp.concatenate([x.slots for x in parts])
     caches = with_tables(caches, {size: table[slots] for size, table in tables.items()})
-    where = placement_of(tokens, start, jnp.full_like(start, width), slots=slots)
-    done = target.run_layers(tokens, target.embed(tokens), where, caches, ())
-    return with_tables(done.caches, None), jnp.sum(done.hidden.astype(jnp.float32))
+    if len(parts) > 1:
+        outputs = mixed_pass(target, parts, caches)
+    else:
+        (part,) = parts
+        embedded = target.embed(part.tokens)
+        outputs = [target.run_layers(part.tokens, embedded, part.placement, caches, ())]
+    total = sum((jnp.sum(x.hidden.astype(jnp.float32)) for x in outputs), jnp.float32(0))
+    return with_tables(outputs[-1].caches, None), total
 
 
 def milliseconds(run: Any, calls: int, repeats: int) -> float:
@@ -135,30 +138,31 @@ def main(
         table = 1 + rng.permutation(slots * pages).reshape(slots, pages)
         tables[cache.row_slots] = jnp.asarray(table, jnp.int32)
 
-    def timed(fed: Rows, width: int) -> float:
+    def part_of(fed: Rows, width: int) -> PassPart:
         ids = rng.integers(0, model_def.config.vocab_size, (len(fed.start), width))
-        args = [jnp.asarray(x, jnp.int32) for x in (ids, *fed)]
+        count = np.full(len(fed.start), width)
+        return PassPart(*(jnp.asarray(x, jnp.int32) for x in (ids, fed.start, count, fed.slots)))
 
+    def timed(*parts: PassPart) -> float:
         def run(calls: int) -> None:
             nonlocal state
             last = None
             for _ in range(calls):
-                state, last = run_pass(model_def, params, state, tables, *args, width=width)
+                state, last = run_pass(model_def, params, state, tables, list(parts))
             jax.block_until_ready(last)
 
         return milliseconds(run, calls, repeats)
 
-    decoding = Rows(np.full(rows, context), np.arange(rows))
+    decoding = part_of(Rows(np.full(rows, context), np.arange(rows)), tokens)
 
-    def of_prompts(count: int) -> float:
-        return min(timed(prompt_rows(count, prompt_length, w, rows), w) for w in WIDTHS)
+    def reading(count: int) -> list[PassPart]:
+        return [part_of(prompt_rows(count, prompt_length, w, rows), w) for w in WIDTHS]
 
-    decode, measured = timed(decoding, tokens), []
+    decode, measured = timed(decoding), []
     for count in prompts:
-        apart, at_best = of_prompts(count), of_prompts(count + more)
-        reading = prompt_rows(count, prompt_length, tokens, rows)
-        joined = Rows(*(np.concatenate(x) for x in zip(decoding, reading, strict=True)))
-        both = timed(joined, tokens)
+        apart = min(timed(x) for x in reading(count))
+        both = min(timed(decoding, x) for x in reading(count))
+        at_best = min(timed(x) for x in reading(count + more))
         sizes = preset, rows, tokens, count, prompt_length
         times = decode, apart, both, at_best, decode + apart - both, decode + apart - at_best
         measured.append(Measured(*sizes, *times))
