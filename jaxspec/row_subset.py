@@ -94,6 +94,12 @@ def addressable(spec: DecodeSpec) -> bool:
     return spec.drafter is None or spec.drafter.bind_abstract().drafts_by_slot
 
 
+def mixes(spec: DecodeSpec) -> bool:
+    """Return whether rows can decode in passes over prompts, see `mixed_step`."""
+    together = spec.drafter is None or spec.drafter.bind_abstract().absorbs_together
+    return spec.tree is None and addressable(spec) and together and spec.target.module.mixes
+
+
 def fill(
     active: Sequence[int],
     rows: int,

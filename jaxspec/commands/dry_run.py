@@ -39,7 +39,7 @@ class Plan:
       rows: decoded together.
       read_ahead: rows beside them; None for the engine's choice.
       passes: whether an engine reads prompts, whose activations count. `bench` has none.
-      max_prefill_tokens, mixed_chunks, invariant, cache_tokens: of the engine.
+      max_prefill_tokens, invariant, cache_tokens: of the engine.
       prefix_gib: for stored prefixes; None for a share of what is left, see `planned_bytes`.
     """
 
@@ -50,7 +50,6 @@ class Plan:
     read_ahead: int | None = 0
     passes: bool = True
     max_prefill_tokens: int | None = None
-    mixed_chunks: bool = False
     invariant: bool = False
     cache_tokens: CacheTokens = None
     prefix_gib: float | None = 0
@@ -89,8 +88,7 @@ class Plan:
             invariant=self.invariant,
             max_prefill_tokens=self.max_prefill_tokens,
         )
-        decoding = rows * self.spec.step_tokens if self.mixed_chunks else 0
-        return shapes.most_tokens(length, decoding) if self.passes else 0
+        return memory.largest_pass(self.spec, shapes, rows, length) if self.passes else 0
 
     @functools.cached_property
     def need(self) -> tuple[int, memory.Footprint]:

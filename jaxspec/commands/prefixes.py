@@ -43,8 +43,8 @@ def prefix_bytes(engine: Engine, gib: float | None, *, takes_all: bool = False) 
     is_short = takes_all and engine.cache_tokens < engine.runtime.num_rows * engine.cache_length
     if limit is not None:
         sizes = engine.spec, engine.batch_size, engine.cache_length, engine.mesh
-        decoding = engine.batch_size * engine.spec.step_tokens if engine.mixed_chunks else 0
-        tokens = engine.runtime.shapes.most_tokens(engine.cache_length, decoding)
+        shapes, length = engine.runtime.shapes, engine.cache_length
+        tokens = memory.largest_pass(engine.spec, shapes, engine.batch_size, length)
         paging = engine.runtime.paging
         least = engine.mesh.shape["data"] * engine.cache_length
         pages = least if is_short else paging and paging.tokens

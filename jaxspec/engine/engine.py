@@ -122,9 +122,6 @@ class Engine:
         at least one pass. While rows are missing, a decode call between two such passes has one
         step. None: on a GPU as many passes as rows wait for less than a quarter of a second, or one
         if several processes run the engine; on a CPU the prompts of all slots.
-      mixed_chunks: whether rows decode in the passes over prompts too, one step a pass, while at least half of the
-        slots run. The target's weights are then read once for both. On a GPU; `docs/engine.md` says what else it
-        needs. Prompts with images, and prompts that are longer than the smallest ring, have passes of their own.
       read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while
         all slots are taken. A free slot then goes on at once. Rounded up to a multiple of the mesh's
         data axis. None: as many as keep passes full on a GPU, fewer if memory is short; none with
@@ -159,7 +156,6 @@ class Engine:
         num_stop_ids: int = STOP_IDS,
         steps_per_return: int = 16,
         max_prefill_tokens: int | None = None,
-        mixed_chunks: bool = False,
         read_ahead: int | None = None,
         invariant: bool = False,
         choose_length: ChooseLength = "exact",
@@ -215,8 +211,7 @@ class Engine:
         shapes = Shapes.of(
             spec.target, slots, mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
         )
-        decoding = slots * spec.step_tokens if mixed_chunks else 0
-        pass_tokens = shapes.most_tokens(cache_length, decoding)
+        pass_tokens = memory.largest_pass(spec, shapes, slots, cache_length)
         beside = dict(prefix_bytes=prefix_bytes, pass_tokens=pass_tokens)
         if read_ahead is None:
             least = parts * cache_length if cache_tokens == "auto" else cache_tokens
@@ -249,16 +244,9 @@ class Engine:
             programs=programs,
             vision_params=target.vision.params if target.vision else None,
         )
-        if mixed_chunks and not self.runtime.can_mix:
-            raise FieldError(
-                "mixed_chunks",
-                "needs a GPU, several slots, passes of 512 prompt tokens or more, a mesh that does not split rows, "
-                "drafts that are a chain, and a drafter that drafts by slot and absorbs chunks together; and no "
-                "invariant: leave it out",
-            )
         self.draft_length = DraftLengthController(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
-        self.max_prefill_tokens, self.mixed_chunks = max_prefill_tokens, mixed_chunks
+        self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._prefixes: tuple[Store, ...] = ()  # of each part of the slots
         if prefix_bytes:
@@ -584,7 +572,6 @@ class Engine:
             self.draft_length,
             self._executor,
             max_prefill_tokens=self.max_prefill_tokens,
-            mixed_chunks=self.mixed_chunks,
             prefixes=self._prefixes,
         )
 

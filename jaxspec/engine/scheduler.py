@@ -51,7 +51,6 @@ class Scheduler:
       executor: of one thread, which waits for the device.
       max_prefill_tokens: prompt tokens that are prefilled before rows decode on. None: as many as
         they may wait for, where calls are timed; else those of all prompts that have slots.
-      mixed_chunks: whether rows decode in the passes over prompts, where they can.
       prefixes: stored prefixes of each part of the slots, which rows share. (): no prefix cache.
 
     Attributes:
@@ -68,7 +67,6 @@ class Scheduler:
         executor: Executor,
         *,
         max_prefill_tokens: int | None,
-        mixed_chunks: bool = False,
         prefixes: Sequence[Store] = (),
     ):
         self.runtime = runtime = slots.runtime
@@ -102,7 +100,6 @@ class Scheduler:
         self._pass_width = 0  # of the newest pass; its most tokens of a prompt, if these are more
         self._narrow_from = math.inf  # as in `PrefillPlanner`
         self._events: list[Update | Completion] = []  # that no step has returned yet
-        self._mixes = mixed_chunks
         self._is_mixed = False  # the launched call
         self._paused_s = 0.0  # of passes since rows decoded
 
@@ -174,7 +171,7 @@ class Scheduler:
         chunks = [make_chunk({}, rows, width, slots.count) for rows, width in passes]
         mixed = [
             make_chunk({}, *shape, slots.count)
-            for shape in (runtime.shapes.mixed_passes if self._mixes else ())
+            for shape in (runtime.shapes.mixed_passes if runtime.can_mix else ())
         ]
         decoding = runtime.first_slots(runtime.batch_size)
         if runtime.vision_params is not None:
@@ -460,9 +457,9 @@ class Scheduler:
     def _should_mix(self) -> bool:
         """Return whether running rows decode in the next pass over prompts.
 
-        The pass computes as many rows as there are slots, so half of these have to run.
+        The pass computes as many rows as there are slots, so a quarter of these have to run.
         """
-        if not self._mixes or 2 * len(self.running) < self.runtime.batch_size:
+        if not self.runtime.can_mix or 4 * len(self.running) < self.runtime.batch_size:
             return False
         rows = (self.slots.rows[slot] for slot in self.running)
         if any(row is not None and row.request.grammar is not None for row in rows):

@@ -23,7 +23,7 @@ from jaxspec import row_subset
 from jaxspec import state as states
 from jaxspec.cache import PAGE, RING_MULTIPLE, Paging
 from jaxspec.options import ProgramFeatures
-from jaxspec.runtime.prefill import default_read_ahead, on_cpu
+from jaxspec.runtime.prefill import Shapes, default_read_ahead, on_cpu
 from jaxspec.sampling import GROUP_BYTES
 from jaxspec.state import DecodeSpec
 from jaxspec.weights import memory as weight_memory
@@ -54,6 +54,14 @@ def _logits_bytes(spec: DecodeSpec, rows: int, mesh: Mesh) -> int:
     if mesh.size > 1 or features or spec.drafting.draft_sampling or spec.widths:
         return LOGITS_HELD * logits // mesh.size
     return round(1.05 * logits) + 2 * min(logits, GROUP_BYTES)
+
+
+def largest_pass(spec: DecodeSpec, shapes: Shapes, rows: int, cache_length: int) -> int:
+    """Return the tokens of the largest pass over prompts of at most so many, and of `rows` rows that decode in it."""
+    tokens = shapes.most_tokens(cache_length)
+    if not (row_subset.mixes(spec) and shapes.shares_passes and shapes.parts == 1):
+        return tokens
+    return max(tokens, shapes.full + rows * spec.step_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +103,7 @@ def footprint(
       read_ahead: rows beside these, which have caches and take no part in steps.
       cache_tokens: for which there are pages; None: each row has all its positions.
       prefix_bytes: of each device, for stored prefixes.
-      pass_tokens: of the largest pass over prompts.
+      pass_tokens: of the largest pass over prompts, see `largest_pass`.
     """
     models = [model for model in (spec.target, spec.drafter) if model is not None]
     if cache_tokens is None:

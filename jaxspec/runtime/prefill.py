@@ -432,14 +432,9 @@ class Shapes:
         rows = (self.small_rows, self.full_rows)
         return sorted({(of(width), width) for width in widths for of in rows})
 
-    def most_tokens(self, cache_length: int, decoding: int = 0) -> int:
-        """Return the tokens of the largest pass over prompts of at most so many tokens.
-
-        Args:
-          decoding: tokens of the rows that decode in passes over prompts; 0: none does.
-        """
-        tokens = max(rows * min(width, cache_length) for rows, width in self.all())
-        return max(tokens, self.full) + decoding if decoding else tokens
+    def most_tokens(self, cache_length: int) -> int:
+        """Return the tokens of the largest pass over prompts of at most so many tokens."""
+        return max(rows * min(width, cache_length) for rows, width in self.all())
 
     @functools.cached_property
     def widths(self) -> list[int]:

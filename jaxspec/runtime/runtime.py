@@ -256,9 +256,7 @@ class Runtime:
     @property
     def can_mix(self) -> bool:
         """True if rows can decode in passes over prompts."""
-        spec = self.spec
-        allowed = not self.invariant and spec.tree is None and row_subset.addressable(spec)
-        return bool(allowed and spec.target.module.mixes and self.shapes.mixed_passes)
+        return row_subset.mixes(self.spec) and bool(self.shapes.mixed_passes)
 
     @property
     def num_compilations(self) -> int:

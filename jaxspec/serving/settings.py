@@ -119,11 +119,6 @@ class ProgramOptions:
         "Prompt tokens, padding included, that are read before the other rows decode on.",
         range=at_least(1),
     )
-    mixed_chunks: bool = option(
-        False,
-        "On a GPU: let running requests decode a step in each pass over prompts, while at least half of the slots "
-        "are taken.",
-    )
     choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
     invariant: bool = option(
         False,

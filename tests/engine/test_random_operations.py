@@ -149,7 +149,7 @@ def engine_of(
     key = drafter, read_ahead, most, kind, mixed
     if key not in ENGINES:
         options: dict[str, Any] = dict(batch_size=SLOTS, steps_per_return=2)
-        options |= dict(read_ahead=read_ahead, max_prefill_tokens=most, mixed_chunks=mixed)
+        options |= dict(read_ahead=read_ahead, max_prefill_tokens=most)
         if kind != "whole rows":
             options["cache_tokens"] = CACHE_LENGTH + 10
         made = case(NAME).engine(drafter, **options)

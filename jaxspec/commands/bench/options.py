@@ -127,11 +127,6 @@ class TraceOptions:
         "less than a quarter of a second on a GPU, all that wait on a CPU.",
         range=at_least(1),
     )
-    mixed_chunks: bool = option(
-        False,
-        "On a GPU: let running requests decode a step in each pass over prompts, while at least half of the slots "
-        "are taken.",
-    )
     read_ahead: int | None = option(
         None,
         "Prompts that are read before they have a slot. Default: as many as keep passes full on a "

@@ -243,7 +243,6 @@ def dry_run(
             read_ahead=traced.read_ahead,
             cache_tokens=parse_cache_tokens(traced.cache_tokens),
             max_prefill_tokens=traced.max_prefill_tokens,
-            mixed_chunks=traced.mixed_chunks,
             invariant=traced.invariant,
         )
         plan = Plan(pair.spec, pair.mesh, traced.slots, length, **engine)
@@ -290,7 +289,6 @@ def run_trace(
         cache_tokens=parse_cache_tokens(options.cache_tokens),
         steps_per_return=options.steps_per_return,
         max_prefill_tokens=options.max_prefill_tokens,
-        mixed_chunks=options.mixed_chunks,
         read_ahead=options.read_ahead,
         invariant=options.invariant,
         choose_length=options.choose_length,

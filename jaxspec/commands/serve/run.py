@@ -252,7 +252,6 @@ def dry_run(
         length,
         read_ahead=None,
         max_prefill_tokens=programs.max_prefill_tokens,
-        mixed_chunks=programs.mixed_chunks,
         invariant=programs.invariant,
         cache_tokens=cache_tokens_of(programs, spec, mesh),
         prefix_gib=programs.prefix_gib,
@@ -338,7 +337,6 @@ def make_engine(
         num_stop_ids=programs.max_stop_ids,
         steps_per_return=programs.steps_per_return,
         max_prefill_tokens=programs.max_prefill_tokens,
-        mixed_chunks=programs.mixed_chunks,
         choose_length=programs.choose_length,
         invariant=programs.invariant,
     )
