@@ -33,6 +33,14 @@ SLOTS = 4
 NEW_TOKENS = 20
 CACHE_LENGTH = 64
 PROMPT_LENGTHS = (1, 5, 16, 37, 9, 17, 2, 30)  # the window is 8, a prefill chunk 16
+SHARED_PASSES: dict[str, Any] = dict(
+    SHARED_WIDTHS=(4, 16),
+    SHARED_PREFILL=16,
+    MIDDLE_WIDTH=8,
+    PREFILL_CHUNK=16,
+    full_pass=lambda *_: 64,
+)
+"""What `runtime.prefill` has in place of its own, so that passes of few tokens are shared as they are on a GPU."""
 
 _LAYERS: dict[str, tuple[LayerType, ...]] = {
     "e2b": ("sliding", "full", "sliding", "full"),

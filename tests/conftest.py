@@ -131,6 +131,7 @@ def share_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], li
 
     from jaxspec import cache, state
     from jaxspec.runtime import prefill
+    from tests import cases
 
     planned = prefill.PrefillPlanner.next_chunk
 
@@ -146,11 +147,8 @@ def share_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], li
                 found.append(more)
             return chunk, ended
 
-        for name, value in dict(
-            SHARED_WIDTHS=(4, 16), SHARED_PREFILL=16, MIDDLE_WIDTH=8, PREFILL_CHUNK=16
-        ).items():
+        for name, value in cases.SHARED_PASSES.items():
             monkeypatch.setattr(prefill, name, value)
-        monkeypatch.setattr(prefill, "full_pass", lambda *_: 64)
         monkeypatch.setattr(prefill.PrefillPlanner, "next_chunk", next_chunk)
         monkeypatch.setattr(cache, "RING_MULTIPLE", ring_multiple)
         state._empty_state.clear_cache()  # it has the rings of before

@@ -457,14 +457,17 @@ class Scheduler:
     def _should_mix(self) -> bool:
         """Return whether running rows decode in the next pass over prompts.
 
-        The pass computes as many rows as there are slots, so a quarter of these have to run.
+        The pass computes as many rows as there are slots, so half of these have to run.
         """
-        if not self.runtime.can_mix or 4 * len(self.running) < self.runtime.batch_size:
+        if not self.runtime.can_mix or 2 * len(self.running) < self.runtime.batch_size:
             return False
+        return not self._is_guided and self.draft_length.verifies_all and self._planner.can_mix
+
+    @property
+    def _is_guided(self) -> bool:
+        """True if a running row has a grammar."""
         rows = (self.slots.rows[slot] for slot in self.running)
-        if any(row is not None and row.request.grammar is not None for row in rows):
-            return False
-        return self.draft_length.verifies_all and self._planner.can_mix
+        return any(row is not None and row.request.grammar is not None for row in rows)
 
     def _mix(self, max_steps: int) -> None:
         """Launch one decode step in whose pass prompts are read."""
@@ -525,7 +528,7 @@ class Scheduler:
         if is_between_passes:
             steps = 1
             self.draft_length.skip()
-        guided = any(request.grammar is not None for request in requests)
+        guided = self._is_guided
         small_batches = not guided and self.draft_length.has_small_batches(length)
         request = slots.output_request(most_steps)
         subset = self._row_subset(small_batches=small_batches)

@@ -59,7 +59,7 @@ def _logits_bytes(spec: DecodeSpec, rows: int, mesh: Mesh) -> int:
 def largest_pass(spec: DecodeSpec, shapes: Shapes, rows: int, cache_length: int) -> int:
     """Return the tokens of the largest pass over prompts of at most so many, and of `rows` rows that decode in it."""
     tokens = shapes.most_tokens(cache_length)
-    if not (row_subset.mixes(spec) and shapes.shares_passes and shapes.parts == 1):
+    if not (shapes.are_mixed and row_subset.mixes(spec)):
         return tokens
     return max(tokens, shapes.full + rows * spec.step_tokens)
 

@@ -253,9 +253,9 @@ class Runtime:
             rings = caches_of(state.caches), caches_of(state.drafter)
             self.shapes = self.shapes.with_rings(*rings)
 
-    @property
+    @functools.cached_property  # a step asks, and `mixes` binds a drafter
     def can_mix(self) -> bool:
-        """True if rows can decode in passes over prompts."""
+        """True if rows decode in passes over prompts."""
         return row_subset.mixes(self.spec) and bool(self.shapes.mixed_passes)
 
     @property

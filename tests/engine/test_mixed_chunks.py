@@ -13,6 +13,7 @@ from jaxspec.commands.bench.trace import compilations
 from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.options import Tree
 from jaxspec.runtime.runtime import Runtime
+from jaxspec.weights.model_def import ModelDef
 from tests import tiny
 from tests.cases import NEW_TOKENS, case, request
 from tests.words import ascii_tokens
@@ -103,3 +104,20 @@ def test_passes_are_apart_where_none_can_be_mixed(share_passes: Callable[[int], 
     for other in (dict(invariant=True), dict(num_draft_tokens=4, tree=Tree(topk=2, depth=2))):
         assert not c.engine("dflash", **OPTIONS, **other).runtime.can_mix
     assert not c.engine("mixed", **OPTIONS).runtime.can_mix  # does not absorb chunks together
+
+
+def test_a_step_binds_no_model(
+    share_passes: Callable[[int], list[int]],
+    mixed_calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That takes longer than a step on a GPU."""
+    share_passes(64)
+    c = case("31b")
+    engine = c.engine("dflash", **OPTIONS)
+    asked = [Request(p, NEW_TOKENS, id=i) for i, p in enumerate(c.prompts)]
+    before = completions(engine, asked)
+    mixed_calls.clear()
+    monkeypatch.setattr(ModelDef, "bind_abstract", None)
+    assert completions(engine, asked) == before
+    assert mixed_calls

@@ -20,8 +20,9 @@ from jaxspec import cache
 from jaxspec.commands.bench import trace
 from jaxspec.engine.engine import Completion, Engine, Request, Update
 from jaxspec.registry import presets
-from jaxspec.runtime import prefill
+from jaxspec.runtime import memory, prefill
 from jaxspec.runtime.prefill import PrefillPlanner, Shapes, chunks
+from jaxspec.state import DecodeSpec
 from jaxspec.weights.define import model_def_of
 from tests.cases import NEW_TOKENS, case
 
@@ -349,14 +350,25 @@ def test_passes_that_decoding_rows_share_take_prompts_in_order(
     assert rows == 512 // 64 or 2 * used >= rows
 
 
-def test_no_pass_is_shared_with_decoding_rows_where_rows_are_split_or_nothing_is_known_of_rings() -> (
-    None
-):
-    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, balance=184.0, ring=1088)
+def test_passes_that_no_decoding_rows_share() -> None:
+    """Rows are split, nothing is known of rings, or a dense model's arithmetic binds from 184 tokens on."""
+    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, balance=1215.0, ring=1088)
     assert shapes.mixed_passes == [(8, 64), (32, 64)]
     assert dataclasses.replace(shapes, full=512).mixed_passes == [(8, 64)]
-    for other in (dict(ring=0), dict(mesh=mesh_of("gpu", 2))):
+    for other in (dict(ring=0), dict(mesh=mesh_of("gpu", 2)), dict(balance=184.0)):
         assert dataclasses.replace(shapes, **other).next_mixed({0: 10}, {0: 0}) is None
+
+
+@pytest.mark.parametrize(("preset", "decoding"), [("26b-a4b", 32), ("31b", 0)])
+@pytest.mark.parametrize(("data", "invariant"), [(1, False), (2, False), (1, True)])
+def test_memory_counts_rows_that_decode_in_passes_over_prompts(
+    preset: str, decoding: int, data: int, invariant: bool
+) -> None:
+    spec = DecodeSpec(model_def_of(presets()[preset], "bfloat16"), None)
+    shapes = Shapes.of(spec.target, 32, mesh_of("gpu", data), invariant=invariant)
+    most = shapes.most_tokens(4096)
+    more = decoding if data == 1 and not invariant else 0
+    assert memory.largest_pass(spec, shapes, 32, 4096) == most + more
 
 
 def test_only_drafters_that_say_so_get_chunks_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ and sets the number of devices.
     split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
     kernels:NAME:DRAFTER:DATA:MODEL decode by interpreted kernels on a mesh of fewer devices
     pages:NAME:DRAFTER:DATA:MODEL:KIND  decode with caches in pages on a mesh, and with whole rows on one device
+    mixed_passes:NAME:DRAFTER:MODEL decode in passes over prompts on a mesh, and apart on one device
     images:DATA:MODEL:DRAFTER       decode prompts with images on a mesh, and on one device
     grammars:DATA:MODEL:DRAFTER     decode rows of which most have grammars on a mesh, and on one device
     load                            place weights: random, of an Orbax directory, of Hugging Face's
@@ -65,7 +66,15 @@ from jaxspec.weights.sharding import make_mesh, place, state_shardings
 from jaxspec.weights.trees import place_params
 from pallas_kernels.dispatch import devices_of_mesh
 from tests import tiny_images, tiny_pair, tiny_photo
-from tests.cases import CACHE_LENGTH, PROMPT_LENGTHS, Case, case, engine_of, target
+from tests.cases import (
+    CACHE_LENGTH,
+    PROMPT_LENGTHS,
+    SHARED_PASSES,
+    Case,
+    case,
+    engine_of,
+    target,
+)
 from tests.cases import run as run_all
 from tests.engine.conftest import at_once
 from tests.tiny import VOCAB_SIZE
@@ -83,8 +92,8 @@ def engine_on(mesh: Mesh, c: Case, drafter: str, **options: Any) -> Engine:
     made = None if drafter == "plain" else on_mesh(c.drafter(drafter), mesh)
     drafts = None if made is None else DRAFTS
     target = on_mesh(c.target, mesh)
-    options |= dict(batch_size=ROWS, cache_length=64, num_draft_tokens=drafts)
-    return engine_of(target, made, **options)
+    sizes: dict[str, Any] = dict(batch_size=ROWS, cache_length=64, num_draft_tokens=drafts)
+    return engine_of(target, made, **(sizes | options))
 
 
 def requests(c: Case, sampled: bool = False) -> list[Request]:
@@ -279,6 +288,29 @@ def pages(name: str, drafter: str, data: str, model: str, kind: str) -> dict[str
             "gathers": [g for hlo in programs for g in page_gathers(hlo, sizes)],
             "bytes": bytes_on(devices[-1], held) - memory.caches_bytes(*of_caches),
         }
+
+
+def mixed_passes(name: str, drafter: str, model: str) -> dict[str, Any]:
+    """Decode in passes over prompts on a mesh, and apart on one device."""
+    c = a_case(name, drafter)
+    expected = decoded(alone(name, drafter), requests(c))
+    mesh = make_mesh(data=1, model=int(model), devices=jax.devices()[: int(model)])
+    with (
+        mock.patch.multiple(prefill, **SHARED_PASSES),
+        mock.patch.object(cache, "RING_MULTIPLE", 64),
+    ):
+        few: dict[str, Any] = dict(batch_size=4, read_ahead=2, steps_per_return=2)
+        engine = engine_on(mesh, c, drafter, **few)
+        result = decoded(engine, requests(c))
+    programs = {key[0]: program.as_text() for key, program in engine.runtime.used.items()}
+    return {
+        "equal": result == expected,
+        "mixed": "mixed" in programs,
+        "misplaced": misplaced(engine),
+        "gathers": [
+            g for hlo in programs.values() for g in weight_gathers(hlo, split_sizes(engine))
+        ],
+    }
 
 
 def images(data: str, model: str, drafter: str) -> dict[str, Any]:
@@ -771,6 +803,7 @@ def main() -> None:
             kernels,
             images,
             pages,
+            mixed_passes,
             grammars,
             load,
             cli,

@@ -148,6 +148,7 @@ def result(case: str) -> dict[str, Any]:
     more = (
         "kernels:31b:plain:2:2",
         PAGES,
+        "mixed_passes:26b-a4b:dflash:2",
         "grammars:2:4:mixed",
         "load",
         "cli",
@@ -243,6 +244,20 @@ def test_pages_where_rows_are_split_give_what_whole_rows_on_one_device_give(case
     if kind == "host":  # it was warmed up, and is again
         assert found["compiled"] == 0
         assert found["entries"][0] > 0 == found["entries"][1]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "26b-a4b:dflash:2",
+        *slow("26b-a4b:dflash:4", "26b-a4b:mtp:4", "31b:plain:2", "e2b:mtp:2", "e4b:dflash:4"),
+    ],
+)
+def test_rows_on_a_mesh_decode_in_passes_over_prompts(how):
+    """The tokens and acceptance lengths of passes apart on one device; no weight is gathered."""
+    case = f"mixed_passes:{how}"
+    found = result(case) if how == "26b-a4b:dflash:2" else results((case,))[case]
+    assert found == {"equal": True, "mixed": True, "misplaced": [], "gathers": []}
 
 
 @pytest.mark.parametrize("format", ["int4", *slow("int8", "fp8", "fp8-dynamic", "nvfp4")])
