@@ -293,8 +293,8 @@ class Shapes:
     def are_mixed(self) -> bool:
         """True if rows that decode share passes over prompts, where the models allow it.
 
-        What that saves is one reading of the weights. It was measured to be faster where that takes longer than the
-        arithmetic of a small pass, as with 26B-A4B.
+        That saves one reading of the weights. It was measured to be faster with 26B-A4B, where this takes longer than
+        the arithmetic of a small pass. Dense models were not measured.
         """
         return self.shares_passes and self.parts == 1 and self.balance > PREFILL_CHUNK
 
