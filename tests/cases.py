@@ -5,21 +5,25 @@ Compiling takes nearly all of the time. Everything is therefore made once, and s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+from jaxspec import cache, state
 from jaxspec.configs.base import GenerationDefaults, LayerType
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
+from jaxspec.runtime import prefill
 from jaxspec.runtime.runtime import Programs
 from jaxspec.weights.define import with_kv_dtype
 from jaxspec.weights.loading import LoadedModel
@@ -33,15 +37,6 @@ SLOTS = 4
 NEW_TOKENS = 20
 CACHE_LENGTH = 64
 PROMPT_LENGTHS = (1, 5, 16, 37, 9, 17, 2, 30)  # the window is 8, a prefill chunk 16
-SHARED_PASSES: dict[str, Any] = dict(
-    SHARED_WIDTHS=(4, 16),
-    SHARED_PREFILL=16,
-    MIDDLE_WIDTH=8,
-    PREFILL_CHUNK=16,
-    full_pass=lambda *_: 64,
-)
-"""What `runtime.prefill` has in place of its own, so that passes of few tokens are shared as they are on a GPU."""
-
 _LAYERS: dict[str, tuple[LayerType, ...]] = {
     "e2b": ("sliding", "full", "sliding", "full"),
     "e4b": ("sliding", "full", "sliding", "full"),
@@ -49,6 +44,26 @@ _LAYERS: dict[str, tuple[LayerType, ...]] = {
     "26b-a4b": ("sliding", "full"),
     "31b": ("sliding", "sliding", "full"),
 }
+
+
+@contextlib.contextmanager
+def sharing_passes(ring_multiple: int) -> Iterator[None]:
+    """Let prompts, their chunks and decoding rows share passes of few tokens, as on a GPU.
+
+    Args:
+      ring_multiple: what sizes of rings are rounded up to.
+    """
+    passes: dict[str, Any] = dict(SHARED_WIDTHS=(4, 16), SHARED_PREFILL=16, MIDDLE_WIDTH=8)
+    passes |= dict(PREFILL_CHUNK=16, full_pass=lambda *_: 64)
+    with (
+        mock.patch.multiple(prefill, **passes),
+        mock.patch.object(cache, "RING_MULTIPLE", ring_multiple),
+    ):
+        state._empty_state.clear_cache()  # it has the rings of before
+        try:
+            yield
+        finally:
+            state._empty_state.clear_cache()
 
 
 @dataclass(frozen=True)

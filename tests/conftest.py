@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -129,9 +130,9 @@ def share_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], li
     """
     import numpy as np
 
-    from jaxspec import cache, state
+    from jaxspec import state
     from jaxspec.runtime import prefill
-    from tests import cases
+    from tests.cases import sharing_passes
 
     planned = prefill.PrefillPlanner.next_chunk
 
@@ -147,15 +148,12 @@ def share_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], li
                 found.append(more)
             return chunk, ended
 
-        for name, value in cases.SHARED_PASSES.items():
-            monkeypatch.setattr(prefill, name, value)
+        patches.enter_context(sharing_passes(ring_multiple))
         monkeypatch.setattr(prefill.PrefillPlanner, "next_chunk", next_chunk)
-        monkeypatch.setattr(cache, "RING_MULTIPLE", ring_multiple)
-        state._empty_state.clear_cache()  # it has the rings of before
         return found
 
-    yield share
-    state._empty_state.clear_cache()
+    with contextlib.ExitStack() as patches:
+        yield share
 
 
 # Linux gives a process 65,530 memory maps, and a compiled program holds several. At the limit the compiler

@@ -111,7 +111,7 @@ def test_a_step_binds_no_model(
     mixed_calls: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That takes longer than a step on a GPU."""
+    """Each binding took 23 ms on the host of an H200, and a step of 26B-A4B 20."""
     share_passes(64)
     c = case("31b")
     engine = c.engine("dflash", **OPTIONS)

@@ -66,15 +66,7 @@ from jaxspec.weights.sharding import make_mesh, place, state_shardings
 from jaxspec.weights.trees import place_params
 from pallas_kernels.dispatch import devices_of_mesh
 from tests import tiny_images, tiny_pair, tiny_photo
-from tests.cases import (
-    CACHE_LENGTH,
-    PROMPT_LENGTHS,
-    SHARED_PASSES,
-    Case,
-    case,
-    engine_of,
-    target,
-)
+from tests.cases import CACHE_LENGTH, PROMPT_LENGTHS, Case, case, engine_of, sharing_passes, target
 from tests.cases import run as run_all
 from tests.engine.conftest import at_once
 from tests.tiny import VOCAB_SIZE
@@ -295,10 +287,7 @@ def mixed_passes(name: str, drafter: str, model: str) -> dict[str, Any]:
     c = a_case(name, drafter)
     expected = decoded(alone(name, drafter), requests(c))
     mesh = make_mesh(data=1, model=int(model), devices=jax.devices()[: int(model)])
-    with (
-        mock.patch.multiple(prefill, **SHARED_PASSES),
-        mock.patch.object(cache, "RING_MULTIPLE", 64),
-    ):
+    with sharing_passes(64):
         few: dict[str, Any] = dict(batch_size=4, read_ahead=2, steps_per_return=2)
         engine = engine_on(mesh, c, drafter, **few)
         result = decoded(engine, requests(c))
