@@ -455,11 +455,8 @@ class Scheduler:
         return self._planner.num_left < self.runtime.shapes.full_tokens
 
     def _should_mix(self) -> bool:
-        """Return whether running rows decode in the next pass over prompts.
-
-        The pass computes as many rows as there are slots, so half of these have to run.
-        """
-        if not self.runtime.can_mix or 2 * len(self.running) < self.runtime.batch_size:
+        """Return whether running rows decode in the next pass over prompts."""
+        if not (self.runtime.can_mix and self.running):
             return False
         return not self._is_guided and self.draft_length.verifies_all and self._planner.can_mix
 
