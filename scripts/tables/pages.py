@@ -157,8 +157,9 @@ TABLES = {
         ("",),
         (
             ("From the command to the first token", "0", number("first_token_s")),
+            ("of which random weights", "0", number("load_s")),
             ("With a warm compilation cache", "1", number("first_token_s")),
-            ("Of which random weights", "0", number("load_s")),
+            ("of which random weights", "1", number("load_s")),
         ),
     ),
     "devices": Table(

@@ -12,6 +12,7 @@ import pytest
 from jaxspec.commands.bench.trace import compilations
 from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.options import Tree
+from jaxspec.runtime import prefill
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.weights.model_def import ModelDef
 from tests import tiny
@@ -104,6 +105,26 @@ def test_passes_are_apart_where_none_can_be_mixed(share_passes: Callable[[int], 
     for other in (dict(invariant=True), dict(num_draft_tokens=4, tree=Tree(topk=2, depth=2))):
         assert not c.engine("dflash", **OPTIONS, **other).runtime.can_mix
     assert not c.engine("mixed", **OPTIONS).runtime.can_mix  # does not absorb chunks together
+
+
+@pytest.mark.parametrize(("balance", "least"), [(24.0, 5), (72.0, 1)])
+def test_so_many_rows_run_that_idle_ones_cost_less_than_the_weights(
+    share_passes: Callable[[int], list[int]],
+    mixed_calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    balance: float,
+    least: int,
+) -> None:
+    """Idle rows have at most two thirds of `balance`: 16 tokens are three rows of 5, and 48 are more than seven."""
+    share_passes(64)
+    monkeypatch.setattr(prefill, "balance_tokens", lambda target: balance)
+    c = case("31b")
+    engine = c.engine("dflash", **OPTIONS | dict(batch_size=8, cache_tokens=1280))
+    assert engine.runtime.spec.step_tokens == 5
+    for row in range(8):
+        engine.add(Request(c.prompts[0], 100, id=row))
+        engine.step()
+    assert mixed_calls == list(range(least, 8))
 
 
 def test_a_step_binds_no_model(
