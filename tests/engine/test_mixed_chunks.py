@@ -29,7 +29,6 @@ def completions(made: Engine, requests: list[Request]) -> dict[Any, Completion]:
 @pytest.mark.parametrize(
     ("name", "drafter", "read_ahead"),
     [
-        ("e4b", "mtp", 0),
         ("26b-a4b", "dflash", 4),
         *(
             pytest.param(*values, marks=pytest.mark.slow)

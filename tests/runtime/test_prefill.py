@@ -286,9 +286,9 @@ def test_each_part_of_a_mesh_has_the_passes_of_one_device() -> None:
     [
         ("31b", "dflash", 1),
         ("31b", "dflash", 64),
-        ("26b-a4b", "mtp", 64),
         ("e4b", "mtp", 64),
-        ("31b", None, 64),
+        pytest.param("26b-a4b", "mtp", 64, marks=pytest.mark.slow),
+        pytest.param("31b", None, 64, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_the_same_where_chunks_of_a_prompt_share_a_pass(
