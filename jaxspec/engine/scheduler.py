@@ -456,11 +456,7 @@ class Scheduler:
 
     def _should_mix(self) -> bool:
         """Return whether running rows decode in the next pass over prompts."""
-        runtime = self.runtime
-        if not (runtime.can_mix and self.running):
-            return False
-        idle = runtime.batch_size - len(self.running)
-        if not runtime.shapes.is_mixing_quicker(idle * runtime.spec.step_tokens):
+        if not (self.runtime.can_mix and self.running):
             return False
         return not self._is_guided and self.draft_length.verifies_all and self._planner.can_mix
 

@@ -56,9 +56,6 @@ the pass 0.2. Passes of half as many tokens are also filled better: of 192 mixed
 FLOPS = 790e12  # of an H200
 BALANCE = 184.0
 """Operations of an H200 in the time of reading one byte, at 4.3 TB/s. An A100 does 195, an H100 260."""
-READING_SHARE = 2 / 3
-"""Of `balance_tokens`, what a pass really takes in the time of reading the weights: its products are not the large ones
-of `FLOPS`. On an H200 2,048 more tokens of 26B-A4B take 27 ms, and reading its weights takes 10.6."""
 
 
 def bucket(n: int, smallest: int = 1) -> int:
@@ -300,17 +297,6 @@ class Shapes:
         the arithmetic of a small pass. Dense models were not measured.
         """
         return self.shares_passes and self.parts == 1 and self.balance > PREFILL_CHUNK
-
-    def is_mixing_quicker(self, idle_tokens: int) -> bool:
-        """Return whether rows are quicker to decode in a pass over prompts than in a step of their own.
-
-        That saves one reading of the weights. But such a pass computes all rows of the batch, while a step has
-        programs of fewer.
-
-        Args:
-          idle_tokens: that the pass computes for rows that do not run.
-        """
-        return idle_tokens <= READING_SHARE * self.balance
 
     @property
     def mixed_passes(self) -> list[tuple[int, int]]:

@@ -12,7 +12,6 @@ import pytest
 from jaxspec.commands.bench.trace import compilations
 from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.options import Tree
-from jaxspec.runtime import prefill
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.weights.model_def import ModelDef
 from tests import tiny
@@ -110,20 +109,3 @@ def test_passes_are_apart_where_none_can_be_mixed(share_passes: Callable[[int], 
     for other in (dict(invariant=True), dict(num_draft_tokens=4, tree=Tree(topk=2, depth=2))):
         assert not c.engine("dflash", **OPTIONS, **other).runtime.can_mix
     assert not c.engine("mixed", **OPTIONS).runtime.can_mix  # does not absorb chunks together
-
-
-def test_so_many_rows_run_that_idle_ones_cost_less_than_the_weights(
-    share_passes: Callable[[int], list[int]],
-    mixed_calls: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Idle rows have at most two thirds of `balance_tokens`: 16 tokens are three rows of 5."""
-    share_passes(64)
-    monkeypatch.setattr(prefill, "balance_tokens", lambda target: 24.0)
-    c = case("31b")
-    engine = c.engine("dflash", **OPTIONS | dict(batch_size=8, cache_tokens=1280))
-    assert engine.runtime.spec.step_tokens == 5
-    for row in range(8):
-        engine.add(Request(c.prompts[0], 100, id=row))
-        engine.step()
-    assert mixed_calls == [5, 6, 7]

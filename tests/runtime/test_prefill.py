@@ -350,12 +350,6 @@ def test_passes_that_decoding_rows_share_take_prompts_in_order(
     assert rows == 512 // 64 or 2 * used >= rows
 
 
-def test_idle_rows_of_a_pass_that_decoding_rows_share_cost_no_more_than_the_weights() -> None:
-    shapes = Shapes(160, mesh_of("gpu"), full=4096, longest=8192, balance=1215.0, ring=1088)
-    assert [shapes.is_mixing_quicker((160 - rows) * 8) for rows in (58, 59)] == [False, True]
-    assert shapes.is_mixing_quicker(31 * 16)
-
-
 def test_passes_that_no_decoding_rows_share() -> None:
     """Rows are split, nothing is known of rings, or a dense model's arithmetic binds from 184 tokens on."""
     shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, balance=1215.0, ring=1088)
