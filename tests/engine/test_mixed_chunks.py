@@ -109,3 +109,16 @@ def test_passes_are_apart_where_none_can_be_mixed(share_passes: Callable[[int], 
     for other in (dict(invariant=True), dict(num_draft_tokens=4, tree=Tree(topk=2, depth=2))):
         assert not c.engine("dflash", **OPTIONS, **other).runtime.can_mix
     assert not c.engine("mixed", **OPTIONS).runtime.can_mix  # does not absorb chunks together
+
+
+def test_one_row_that_runs_is_enough(
+    share_passes: Callable[[int], list[int]], mixed_calls: list[int]
+) -> None:
+    share_passes(64)
+    c = case("26b-a4b")
+    engine = c.engine("dflash", **OPTIONS, read_ahead=4)
+    for row in range(3):
+        engine.add(Request(c.prompts[row], NEW_TOKENS, id=row))
+        engine.step()
+    engine.reset()
+    assert mixed_calls == [1, 2]
