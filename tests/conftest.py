@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import gc
@@ -60,23 +59,13 @@ def names_shapes(hint: Any) -> bool:
     return is_ours or any(map(names_shapes, get_args(hint)))
 
 
-CHECKED_DEFINITIONS = 3
-definitions = collections.Counter[types.CodeType]()  # of functions inside others
-
-
 def jaxtyped(fn: Any = None, *, typechecker: Any) -> Any:
     """Check types, and open a scope for the names of sizes only where there are some.
 
-    A scope takes 60 µs a call. The host's loops call thousands of functions, few of which take arrays. A
-    function inside another one is wrapped anew with each call of that one, which takes a millisecond. So
-    only its first definitions are checked.
+    A scope takes 60 µs a call. The host's loops call thousands of functions, few of which take arrays.
     """
     if fn is None:
         return functools.partial(jaxtyped, typechecker=typechecker)
-    if isinstance(fn, types.FunctionType) and "<locals>" in fn.__qualname__:
-        definitions[fn.__code__] += 1
-        if definitions[fn.__code__] > CHECKED_DEFINITIONS:
-            return fn
     if not isinstance(fn, types.FunctionType) or getattr(fn, "__no_type_check__", False):
         return with_scope(fn, typechecker=typechecker)
     words = set(re.findall(r"[A-Za-z_]\w*", " ".join(map(str, fn.__annotations__.values()))))
