@@ -619,37 +619,38 @@ class SurvivalGate:
           steps: of the call, if it is no try.
           prospects: without drafts the other kind of calls is as quick, once `Chooser` knows the text.
         """
+        chooses, steps, is_try = self._next(bucket, rows, length, steps, prospects)
+        if is_try:
+            self._tried = self._steps
+        return GateChoice(chooses, steps, is_try, length, prospects.plain)
+
+    def _next(
+        self, bucket: int, rows: float, length: int, steps: int, prospects: Prospects
+    ) -> tuple[bool, int, bool]:
+        """Return whether the next call's steps choose, how many they are, and whether it is a try."""
         plain, expected, highest = prospects
         own, fixed = (self._seen.get((kind, bucket)) for kind in (None, length))
         short = self._steps_of_try(rows, steps)
-
-        def usual(chooses: bool, steps: int) -> GateChoice:
-            return GateChoice(chooses, steps, False, length, plain)
-
-        def a_try(chooses: bool) -> GateChoice:
-            self._tried = self._steps
-            return GateChoice(chooses, short, True, length, plain)
-
         if fixed is None:
-            return usual(False, short if self._best.get(bucket) else steps)
+            return False, short if self._best.get(bucket) else steps, False
         other = max(fixed.speed, plain)
         is_due = self._steps - self._tried >= PATIENCE_STEPS
         if own is not None and self._is_best(bucket, own, other):
             loss_s = short * fixed.step_s * (1.0 - fixed.speed / own.speed)
             if is_due and loss_s <= self.credit.seconds:
-                return a_try(False)
+                return False, short, True
             is_new = own.row_steps < GATE_SURE
             is_paid = self._gained_s > 0 or self.credit.seconds > -GATE_LOAN * own.step_s
-            return usual(is_paid, short if is_new else steps)
+            return is_paid, short if is_new else steps, False
         if highest <= other or not is_due:
-            return usual(False, steps)
+            return False, steps, False
         if own is None:
             loss_s = short * (1.0 / expected - 1.0 / other)  # a token of each row
         else:
             loss_s = short * own.step_s * (1.0 - max(own.speed, expected) / other)
         if max(loss_s, 0.0) <= self.credit.seconds:
-            return a_try(True)
-        return usual(False, steps)
+            return True, short, True
+        return False, steps, False
 
     def _is_best(self, bucket: int, own: _Calls, other: float) -> bool:
         """Return whether steps that choose are the quicker kind. What is in use stays at a near-tie."""
