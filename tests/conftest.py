@@ -87,9 +87,27 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 LONGEST = ("test_examples", "test_sharding", "test_docs")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--one-case",
+        action="store_true",
+        help="run each test with the first of its cases alone: all tests, in less time",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after -m, so a first case is one that would run
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest first, or one worker is done minutes before the other."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)
+    if config.getoption("--one-case"):
+        tests: set[str] = set()
+        first, more = [], []
+        for item in items:
+            test = item.nodeid.partition("[")[0]
+            (more if test in tests else first).append(item)
+            tests.add(test)
+        config.hook.pytest_deselected(items=more)
+        items[:] = first
 
 
 @pytest.fixture(autouse=True)
