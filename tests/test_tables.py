@@ -171,6 +171,15 @@ def test_cells_of_several_runs_are_told_apart() -> None:
     assert pages.rendered("steps", CARD, {}) == f"Nothing of this was run on {CARD}."
 
 
+def test_a_run_may_take_several_days() -> None:
+    later = dataclasses.replace(cell(STEPS[1], step_ms=12.0), date="2026-11-30")
+    cells = [cell(STEPS[0], step_ms=11.0), later]
+    table = pages.rendered("steps", CARD, {c.place: c for c in cells})
+    assert "| 31B plain | 11.0 | 12.0 | |" in table
+    assert "jax 0.11.2, 27 November 2026 to 30 November 2026. " in table
+    assert "Run" not in table
+
+
 def test_the_share_of_one_device_is_of_the_same_run() -> None:
     one, two, four = (
         next(c for c in CASES if (c.table, c.row, c.column) == ("devices", "31B plain · 1", n))

@@ -45,9 +45,9 @@ class Cell:
         return self.table, self.row, self.column
 
     @property
-    def run(self) -> tuple[str, str, str]:
-        """The versions and the date: cells that share these are of one run."""
-        return self.version, self.jax, self.date
+    def run(self) -> tuple[str, str]:
+        """The versions: cells that share these are of one run, which may take several days."""
+        return self.version, self.jax
 
 
 def file_of(card: str) -> str:

@@ -229,7 +229,7 @@ def rendered(name: str, card: str, cells: Cells) -> str:
     if table.of == "devices":
         rows = {row: _with_one_device(of_row) for row, of_row in rows.items()}
     there = [cell for row in rows.values() for cell in row.values() if cell is not None]
-    runs = sorted({cell.run for cell in there}, key=lambda run: run[::-1])
+    runs = _days_of_runs(there)
     heads = [*table.first, *(heading for heading, _, _ in table.columns)]
     lines, before = [], ""
     for row, of_row in rows.items():
@@ -239,7 +239,7 @@ def rendered(name: str, card: str, cells: Cells) -> str:
         shown = [_shown(of_row[column], show) for _, column, show in table.columns]
         words = ["" if names[0] == before and len(names) > 1 else names[0], *names[1:], *shown]
         if len(runs) > 1:
-            words.append(_runs_of(of_row, runs, table))
+            words.append(_runs_of(of_row, [*runs], table))
         lines.append(_line(words))
         before = names[0]
     if len(runs) > 1:
@@ -291,12 +291,22 @@ def _runs_of(of_row: Mapping[str, Cell | None], runs: Sequence[Any], table: Tabl
     return ", ".join(f"{heading}: {numbers[c]}" for heading, c in headings if c in numbers)
 
 
-def _described(card: str, runs: Sequence[tuple[str, str, str]]) -> str:
-    """Return the card, the versions and the date of runs as a sentence each."""
+def _days_of_runs(cells: Sequence[Cell]) -> dict[tuple[str, str], list[str]]:
+    """Return the days of each run, in the order in which the runs began."""
+    days: dict[tuple[str, str], set[str]] = {}
+    for cell in cells:
+        days.setdefault(cell.run, set()).add(cell.date)
+    ordered = sorted(days, key=lambda run: (min(days[run]), *run[::-1]))
+    return {run: sorted(days[run]) for run in ordered}
+
+
+def _described(card: str, runs: Mapping[tuple[str, str], Sequence[str]]) -> str:
+    """Return the card, the versions and the days of runs as a sentence each."""
     parts = []
-    for number_, (version, jax, date) in enumerate(runs, 1):
+    for number_, ((version, jax), days) in enumerate(runs.items(), 1):
         run = f"Run {number_}: " if len(runs) > 1 else f"{card}, "
-        parts.append(f"{run}jaxspec {version}, jax {jax}, {in_words(date)}.")
+        ends = " to ".join(map(in_words, dict.fromkeys((days[0], days[-1]))))
+        parts.append(f"{run}jaxspec {version}, jax {jax}, {ends}.")
     return " ".join([*([f"{card}."] if len(runs) > 1 else []), *parts])
 
 
