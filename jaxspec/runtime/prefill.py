@@ -294,7 +294,7 @@ class Shapes:
         """True if rows that decode share passes over prompts, where the models allow it.
 
         That saves one reading of the weights. It was measured to be faster with 26B-A4B, where this takes longer than
-        the arithmetic of a small pass. Dense models were not measured.
+        the arithmetic of a small pass. No engine was measured with a dense model.
         """
         return self.shares_passes and self.parts == 1 and self.balance > PREFILL_CHUNK
 
